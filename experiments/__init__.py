@@ -1,0 +1,1 @@
+"""Suites and cluster profiles, shipped as package data."""
