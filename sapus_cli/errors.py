@@ -16,6 +16,14 @@ class UserError(Exception):
 class RunFailedError(Exception):
     """A run started and could not end as asked: shown without a traceback, exit code 1."""
 
+    exit_code = 1
+
+
+class InterruptedRunError(RunFailedError):
+    """The user or the system asked the run to end; what it had written is kept. Exit code 130."""
+
+    exit_code = 130
+
 
 class ProtocolError(Exception):
     """A rule of the wire protocol was broken."""

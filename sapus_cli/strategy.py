@@ -10,14 +10,13 @@ blocking: a worker that pushed with `wait=True` stands still until the server ha
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -247,7 +246,7 @@ def require_whole(name: str, value: float, least: int) -> None:
     Raises:
         ValueError: names the hyper-parameter, the value and the range.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if value != int(value) or value < least:
         raise ValueError(f"{name} = {value!r}: must be a whole number of at least {least}")
 
 
@@ -270,20 +269,21 @@ _METHODS: dict[str, int] = {
 }
 
 
-def fault_of(cls: object) -> str | None:
+def fault_of(cls: Any) -> str | None:
     """Say what keeps a class from being a strategy, or None if nothing does.
 
     The sentence names the method that is missing, abstract or of another signature.
     """
     if not inspect.isclass(cls):
         return "it is not a class"
-    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    dataclass_params = getattr(cls, "__dataclass_params__", None)
+    if dataclass_params is None or not dataclass_params.frozen:
         return "it is not a frozen dataclass (put @dataclass(frozen=True) above the class)"
     for name, arity in _METHODS.items():
-        method: Callable[..., object] | None = getattr(cls, name, None)
-        if method is None or getattr(method, "__isabstractmethod__", False):
+        method: Any = getattr(cls, name, None)
+        if not callable(method) or getattr(method, "__isabstractmethod__", False):
             return f"it has no method {name}"
-        if not callable(method) or not _takes(method, arity + 1):
+        if not _takes(method, arity + 1):
             given = inspect.signature(getattr(Strategy, name))
             return f"its method {name} does not take the arguments {given}"
     return None

@@ -1,0 +1,189 @@
+"""The wire format: one typed header frame (MessagePack), then one raw float32 frame where the message carries a vector.
+
+Sizes are bounded before anything is decoded: a header by `MAX_HEADER_BYTES`, a vector by the number of elements that
+both sides know. Nothing is ever unpickled. Whatever the bytes are, `decode` returns a message that keeps its types and
+ranges, or raises `RemoteProtocolError`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from sapus_cli.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from sapus_cli.strategy import Vec
+
+PROTOCOL_VERSION = 1
+MAX_HEADER_BYTES = 64 * 1024
+FLOAT32_BYTES = 4
+
+T = TypeVar("T")
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Positive = Annotated[int, Meta(ge=1, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1, max_length=32)]
+Text = Annotated[str, Meta(max_length=1000)]
+Facts = Annotated[dict[Name, float | Annotated[str, Meta(max_length=64)]], Meta(max_length=32)]
+Numbers = Annotated[dict[Name, float], Meta(max_length=32)]
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", array_like=False):
+    """A header."""
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """First word of every client. `rank` -1 asks the server to choose."""
+
+    protocol: int
+    role: Literal["worker", "evaluator"]
+    rank: Annotated[int, Meta(ge=-1, le=2**31)] = -1
+
+
+class Pull(_Message, frozen=True, tag="pull"):
+    """A worker is ready: it asks for its first state. `fingerprint` is that of its model's layout."""
+
+    fingerprint: Annotated[str, Meta(max_length=64)]
+
+
+class Push(_Message, frozen=True, tag="push"):
+    """An accumulated update, followed by its vector.
+
+    `seq` counts the pushes of a worker from 1; `version` is that of the state it last pulled; `step_s` and
+    `exchange_s` are seconds as in `strategy.Received`.
+    """
+
+    seq: Positive
+    version: Count
+    n_steps: Positive
+    n_samples: Count
+    loss: float
+    step_s: Seconds
+    exchange_s: Seconds
+    last: bool = False
+    info: Facts = msgspec.field(default_factory=dict)
+
+
+class Leave(_Message, frozen=True, tag="leave"):
+    """A worker ends; nothing follows."""
+
+    reason: Text = ""
+
+
+class Snapshot(_Message, frozen=True, tag="snapshot"):
+    """The evaluator asks for the global state."""
+
+
+class Evaluated(_Message, frozen=True, tag="evaluated"):
+    """The evaluator's result on a snapshot taken at `t_s`."""
+
+    t_s: float
+    version: Count
+    samples: Count
+    loss: float
+    accuracy: Annotated[float, Meta(ge=0, le=1)]
+    final: bool
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """Answer to hello: the client's rank, the model's layout, and the run's configuration as JSON."""
+
+    protocol: int
+    rank: Count
+    elements: Positive
+    fingerprint: Annotated[str, Meta(max_length=64)]
+    config: bytes = b""
+
+
+class State(_Message, frozen=True, tag="state"):
+    """Answer to a pull, a push or a snapshot, followed by a vector: the global state, or what a strategy sends.
+
+    `held_s` is how long the reply was withheld, `samples` how many training samples the state has seen, `final` that
+    no more pushes follow.
+    """
+
+    version: Count
+    t_s: float
+    samples: Count = 0
+    held_s: Seconds = 0.0
+    hint: Numbers = msgspec.field(default_factory=dict)
+    final: bool = False
+
+
+class Stop(_Message, frozen=True, tag="stop"):
+    """The run ends. `flush`: push what has accumulated first; otherwise leave at once."""
+
+    flush: bool
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """The server did not accept a message."""
+
+    reason: Text
+
+
+FromClient: TypeAlias = Hello | Pull | Push | Leave | Snapshot | Evaluated
+FromServer: TypeAlias = Welcome | State | Stop | Refused
+Message: TypeAlias = FromClient | FromServer
+
+_encoder = msgspec.msgpack.Encoder()
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def encode(message: Message) -> bytes:
+    """The header frame of a message."""
+    return _encoder.encode(message)
+
+
+def decode_from_client(header: bytes | memoryview) -> FromClient:
+    """Read what a client sent.
+
+    Raises:
+        RemoteProtocolError: these bytes are no such message.
+    """
+    return _decode(_from_client, header)
+
+
+def decode_from_server(header: bytes | memoryview) -> FromServer:
+    """Read what the server sent.
+
+    Raises:
+        RemoteProtocolError: these bytes are no such message.
+    """
+    return _decode(_from_server, header)
+
+
+def payload_bytes(message: Message, elements: int) -> int:
+    """Size in bytes that the frame after this header must have; 0 means that none follows."""
+    return FLOAT32_BYTES * elements if isinstance(message, Push | State) else 0
+
+
+def raw(vector: Vec) -> memoryview:
+    """The bytes of a float32 vector of shape `(d,)` on the host, without a copy."""
+    return vector.numpy().data.cast("B")
+
+
+def check_payload(message: Message, elements: int, sizes: list[int]) -> None:
+    """Check the frames after a header: their sizes in bytes against what the message must carry.
+
+    Raises:
+        RemoteProtocolError: a frame is missing, is one too many, or has another size.
+    """
+    need = payload_bytes(message, elements)
+    if sizes != ([need] if need else []):
+        kind = type(message).__name__.lower()
+        raise RemoteProtocolError(f"a {kind} must carry {need} bytes, but frames of {sizes} bytes followed it")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], header: bytes | memoryview) -> T:
+    if len(header) > MAX_HEADER_BYTES:
+        raise RemoteProtocolError(f"a header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
+    try:
+        return decoder.decode(header)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise RemoteProtocolError(f"not a message: {error}") from error

@@ -1,0 +1,1 @@
+"""One command a file: each reads its options, builds a config, calls, and prints."""

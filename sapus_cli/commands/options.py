@@ -1,0 +1,158 @@
+"""The options that describe a run, shared by every command that starts one."""
+
+from __future__ import annotations
+
+import inspect
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from sapus_cli.config import DEFAULT_EPOCHS, RunConfig
+from sapus_cli.errors import UserError
+from sapus_cli.workloads import default_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Optimizer(StrEnum):
+    """Local optimizers."""
+
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+class Device(StrEnum):
+    """Where to train."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+WORKLOAD, TRAINING, BUDGET = "Workload", "Training", "Budget (one of the first three)"
+
+
+def _option(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+def _config(
+    *,
+    strategy: Annotated[
+        str,
+        _option("--strategy", "-s", text="Update strategy: a name from 'sapus strategies', or package.module:Class."),
+    ] = "local-sgd",
+    param: Annotated[
+        list[str] | None, _option("--param", "-p", text="A hyper-parameter of the strategy, as key=value; repeatable.")
+    ] = None,
+    workers: Annotated[int, _option("--workers", "-w", text="Number of worker processes.")] = 8,
+    seed: Annotated[int, _option("--seed", text="Seed of initial state, partition and sample order.")] = 0,
+    dataset: Annotated[
+        str,
+        _option(
+            "--dataset",
+            text="digits, mnist5k, pydoc, mnist, fashion-mnist, cifar10, cifar100 or fake:CxHxW:K.",
+            panel=WORKLOAD,
+        ),
+    ] = "digits",
+    model: Annotated[
+        str | None,
+        _option(
+            "--model",
+            text="mlp, cnn, lenet5, resnet20, gpt or torchvision:NAME.",
+            panel=WORKLOAD,
+            show_default="gpt for pydoc, else cnn",
+        ),
+    ] = None,
+    data_dir: Annotated[
+        str | None, _option("--data-dir", text="Folder of the torchvision data sets.", panel=WORKLOAD)
+    ] = None,
+    download: Annotated[
+        bool, _option("--download", text="Fetch a missing torchvision data set into --data-dir.", panel=WORKLOAD)
+    ] = False,
+    partition: Annotated[
+        str, _option("--partition", text="How workers share the training set: iid or dirichlet:ALPHA.", panel=WORKLOAD)
+    ] = "iid",
+    batch_size: Annotated[int, _option("--batch-size", text="Samples in a worker's minibatch.", panel=TRAINING)] = 32,
+    optimizer: Annotated[Optimizer, _option("--optimizer", text="Local optimizer.", panel=TRAINING)] = Optimizer.sgd,
+    lr: Annotated[float, _option("--lr", text="Learning rate.", panel=TRAINING)] = 0.1,
+    momentum: Annotated[float, _option("--momentum", text="Momentum of sgd.", panel=TRAINING)] = 0.0,
+    weight_decay: Annotated[float, _option("--weight-decay", text="Weight decay.", panel=TRAINING)] = 0.0,
+    device: Annotated[Device, _option("--device", text="Where the workers compute.", panel=TRAINING)] = Device.auto,
+    threads: Annotated[int, _option("--threads", text="Torch threads of each process.", panel=TRAINING)] = 1,
+    epochs: Annotated[
+        float | None,
+        _option(
+            "--epochs",
+            text="Passes over the training set, all workers together.",
+            panel=BUDGET,
+            show_default=f"{DEFAULT_EPOCHS:g}",
+        ),
+    ] = None,
+    steps: Annotated[int | None, _option("--steps", text="Local steps of each worker.", panel=BUDGET)] = None,
+    seconds: Annotated[float | None, _option("--seconds", text="Seconds of training.", panel=BUDGET)] = None,
+    target_accuracy: Annotated[
+        float | None,
+        _option("--target-accuracy", text="Stop when the global model reaches this, as in 0.95.", panel=BUDGET),
+    ] = None,
+    eval_every: Annotated[
+        float, _option("--eval-every", text="Least seconds between two evaluations.", panel=BUDGET)
+    ] = 0.5,
+) -> RunConfig:
+    if epochs is None and steps is None and seconds is None:
+        epochs = DEFAULT_EPOCHS
+    return RunConfig(
+        strategy=strategy,
+        params=_params(param or []),
+        workers=workers,
+        seed=seed,
+        dataset=dataset,
+        model=model or default_model(dataset),
+        data_dir=data_dir,
+        download=download,
+        partition=partition,
+        batch_size=batch_size,
+        optimizer=optimizer.value,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        device=device.value,
+        threads=threads,
+        epochs=epochs,
+        steps=steps,
+        seconds=seconds,
+        target_accuracy=target_accuracy,
+        eval_every_s=eval_every,
+    )
+
+
+def takes_run_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the options of a run in front of its own; it receives them as `config`, a `RunConfig`."""
+    shared = inspect.signature(_config).parameters
+    own = {name: p for name, p in inspect.signature(command).parameters.items() if name != "config"}
+
+    def wrapper(**values: Any) -> int:
+        config = _config(**{name: values.pop(name) for name in shared})
+        return command(config=config, **values)
+
+    hints = get_type_hints(_config, include_extras=True) | get_type_hints(command, include_extras=True)
+    parameters = [p.replace(annotation=hints[p.name]) for p in (*shared.values(), *own.values())]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    wrapper.__name__ = command.__name__
+    wrapper.__doc__ = command.__doc__
+    return wrapper
+
+
+def _params(pairs: list[str]) -> dict[str, bool | int | float | str]:
+    params: dict[str, bool | int | float | str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--param {pair}: must be key=value, as in --param h=8")
+        if key.strip() in params:
+            raise UserError(f"--param {pair}: {key.strip()} is given twice")
+        params[key.strip()] = value.strip()
+    return params

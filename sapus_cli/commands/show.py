@@ -1,0 +1,122 @@
+"""`sapus show`: what a run folder says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import polars as pl
+    from rich.console import Console
+
+EXAMPLES = "Example:\n\nsapus show results/20260101T120000Z_local-sgd_w8_s0"
+MOST_EVALS = 12
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print run.json as it is.")] = False,
+) -> int:
+    """Show one run: what it was asked, how it ended, and a line a worker."""
+    from sapus_cli import traces  # noqa: PLC0415 - heavy imports wait until they are needed
+
+    record = traces.read_run(run)
+    if as_json:
+        typer.echo((run / "run.json").read_text())
+        return 0
+    from rich.console import Console  # noqa: PLC0415
+
+    console = Console()
+    _headline(console, run, record)
+    _evals(console, traces.read_trace(run, "evals"))
+    _workers(console, traces.read_trace(run, "pushes"))
+    _events(console, traces.read_trace(run, "events"))
+    return 0
+
+
+def _headline(console: Console, run: Path, record: dict[str, Any]) -> None:
+    from sapus_cli.commands.view import summary_table  # noqa: PLC0415
+
+    config = record["config"]
+    params = " ".join(f"{key}={value}" for key, value in record["strategy"]["hyper_parameters"].items())
+    console.print(f"[bold]{run.name}[/bold]  {record['status']}", highlight=False)
+    console.print(
+        f"{config['strategy']} {params}".strip()
+        + f": {config['model']} on {config['dataset']} ({config['partition']}), {record['model']['elements']:,} elements, "
+        f"{config['workers']} workers, batch {config['batch_size']}, {config['optimizer']} lr {config['lr']:g}, "
+        f"seed {config['seed']}",
+        highlight=False,
+    )
+    if record.get("failure"):
+        console.print(f"[red]{record['failure']}[/red]", highlight=False)
+    console.print(summary_table(record))
+
+
+def _evals(console: Console, evals: pl.DataFrame) -> None:
+    from rich.table import Table  # noqa: PLC0415
+
+    if evals.is_empty():
+        return
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("time s", "epoch", "version", "loss", "accuracy"):
+        table.add_column(column, justify="right")
+    every = max(1, -(-len(evals) // MOST_EVALS))
+    chosen = {*range(0, len(evals), every), len(evals) - 1}
+    for i, row in enumerate(evals.iter_rows(named=True)):
+        if i in chosen:
+            table.add_row(
+                f"{row['t_s']:.2f}",
+                f"{row['epoch']:.1f}",
+                str(row["version"]),
+                f"{row['loss']:.4f}",
+                f"{row['accuracy']:.2%}",
+            )
+    console.print(table)
+
+
+def _workers(console: Console, pushes: pl.DataFrame) -> None:
+    import polars as pl  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    if pushes.is_empty():
+        return
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in (
+        "worker",
+        "pushes",
+        "steps",
+        "interval",
+        "staleness",
+        "step ms",
+        "exchange ms",
+        "held ms",
+        "MB in",
+        "out",
+    ):
+        table.add_column(column, justify="right")
+    per_worker = pushes.group_by("worker").agg(
+        pl.len().alias("pushes"),
+        pl.col("n_steps").sum().alias("steps"),
+        pl.col("n_steps").mean().alias("interval"),
+        pl.col("staleness").mean(),
+        (1000 * pl.col("step_s")).mean(),
+        (1000 * pl.col("exchange_s")).mean(),
+        (1000 * pl.col("held_s")).mean(),
+        (pl.col("bytes_in").sum() / 1e6),
+        (pl.col("bytes_out").sum() / 1e6),
+    )
+    for worker, n, steps, *others in per_worker.sort("worker").iter_rows():
+        table.add_row(str(worker), str(n), str(steps), *(f"{value:.1f}" for value in others))
+    console.print(table)
+
+
+def _events(console: Console, events: pl.DataFrame) -> None:
+    for row in events.iter_rows(named=True):
+        if row["kind"] not in {"join", "leave"}:
+            console.print(f"{row['t_s']:.2f} s  {row['kind']}: {row['role']} {row['rank']} {row['detail'] or ''}")
+
+
+command.__name__ = "show"

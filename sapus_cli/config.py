@@ -1,0 +1,89 @@
+"""What one run is asked to do: checked, frozen, and written into run.json as it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from sapus_cli.errors import UserError
+
+DEFAULT_EPOCHS = 40.0
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run: one strategy on one workload with one seed.
+
+    Exactly one of `epochs`, `steps` and `seconds` is the budget of every worker; `target_accuracy` ends it earlier.
+    `epochs` counts passes of all workers together over the training set; `steps` are local steps of each worker;
+    `batch_size` is that of one worker; `eval_every_s` is the least time between two evaluations in seconds.
+    """
+
+    strategy: str
+    params: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
+    workers: int = 8
+    dataset: str = "digits"
+    model: str = "cnn"
+    data_dir: str | None = None
+    download: bool = False
+    partition: str = "iid"
+    batch_size: int = 32
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    epochs: float | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    target_accuracy: float | None = None
+    eval_every_s: float = 0.5
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+            UserError: names the option, the value and the range.
+        """
+        _least("--workers", self.workers, 1)
+        _least("--batch-size", self.batch_size, 1)
+        _least("--threads", self.threads, 1)
+        _least("--seed", self.seed, 0)
+        _between("--lr", self.lr, 0, math.inf, open_low=True)
+        _between("--momentum", self.momentum, 0, 0.9999)
+        _between("--weight-decay", self.weight_decay, 0, math.inf)
+        _between("--eval-every", self.eval_every_s, 0, math.inf)
+        budgets = {"--epochs": self.epochs, "--steps": self.steps, "--seconds": self.seconds}
+        given = [name for name, value in budgets.items() if value is not None]
+        if len(given) != 1:
+            raise UserError(f"give one of --epochs, --steps and --seconds as the budget, not {' and '.join(given)}")
+        if self.epochs is not None:
+            _between("--epochs", self.epochs, 0, math.inf, open_low=True)
+        if self.steps is not None:
+            _least("--steps", self.steps, 1)
+        if self.seconds is not None:
+            _between("--seconds", self.seconds, 0, math.inf, open_low=True)
+        if self.target_accuracy is not None:
+            _between("--target-accuracy", self.target_accuracy, 0, 1, open_low=True)
+
+    def steps_per_worker(self, n_train: int) -> int | None:
+        """Local steps of each worker on a training set of `n_train` samples; None if the budget is in seconds."""
+        if self.epochs is None:
+            return self.steps
+        return max(1, math.ceil(self.epochs * n_train / (self.workers * self.batch_size)))
+
+
+def _least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{option} {value}: must be a whole number of at least {least}")
+
+
+def _between(option: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
+    if not inside:
+        above = "above" if open_low else "at least"
+        top = "" if math.isinf(high) else f" and at most {high:g}"
+        raise UserError(f"{option} {value:g}: must be a number {above} {low:g}{top}")

@@ -1,0 +1,1 @@
+"""What drives the cores: real processes over ZeroMQ."""

@@ -1,0 +1,95 @@
+"""The client end of a connection to the server: worker and evaluator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import zmq
+
+from sapus_cli.codec import (
+    PROTOCOL_VERSION,
+    FromClient,
+    FromServer,
+    Hello,
+    Refused,
+    Welcome,
+    check_payload,
+    decode_from_server,
+    encode,
+    payload_bytes,
+    raw,
+)
+from sapus_cli.errors import RemoteProtocolError, RunFailedError
+
+if TYPE_CHECKING:
+    from sapus_cli.strategy import Vec
+
+LINGER_MS = 5000
+HANDSHAKE_MS = 30_000
+
+
+class Client:
+    """A DEALER socket that speaks the codec; vectors are received into a buffer of ours, and sent without a copy.
+
+    Raises from every call:
+        RemoteProtocolError: the server sent what is no message, or refused ours.
+        RunFailedError: no answer to the greeting in time.
+    """
+
+    def __init__(self, endpoint: str, role: Literal["worker", "evaluator"], rank: int = -1) -> None:
+        self.endpoint = endpoint
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.connect(endpoint)
+        self._elements = 0
+        self.welcome = self._greet(Hello(protocol=PROTOCOL_VERSION, role=role, rank=rank))
+        self._elements = self.welcome.elements
+
+    def send(self, message: FromClient, vector: Vec | None = None) -> None:
+        """Send a message. `vector`, shape `(d,)` on the host, must stay as it is until the server has answered."""
+        if vector is None:
+            self._socket.send(encode(message))
+            return
+        self._socket.send(encode(message), zmq.SNDMORE)
+        self._socket.send(raw(vector), copy=False)
+
+    def receive(self, into: Vec | None, timeout_ms: int | None) -> FromServer | None:
+        """The next message, or None if none came in time (None waits for ever).
+
+        A vector goes to `into`, shape `(d,)`.
+        """
+        if not self._socket.poll(timeout_ms):
+            return None
+        header = self._socket.recv(copy=False)
+        message = decode_from_server(header.buffer)
+        sizes: list[int] = []
+        more = header.more
+        while more:
+            if into is None or sizes or not payload_bytes(message, self._elements):
+                frame = self._socket.recv(copy=False)
+                sizes.append(len(frame))
+            else:
+                sizes.append(self._socket.recv_into(raw(into)))
+            more = bool(self._socket.getsockopt(zmq.RCVMORE))
+        check_payload(message, self._elements, sizes)
+        if isinstance(message, Refused):
+            raise RemoteProtocolError(f"the server refused: {message.reason}")
+        return message
+
+    def close(self) -> None:
+        """Send what is still queued, then close."""
+        self._socket.close()
+        self._context.term()
+
+    def _greet(self, hello: Hello) -> Welcome:
+        self.send(hello)
+        answer = self.receive(None, HANDSHAKE_MS)
+        if answer is None:
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self.close()
+            raise RunFailedError(f"no sapus server answered at {self.endpoint} within {HANDSHAKE_MS // 1000} s")
+        if not isinstance(answer, Welcome):
+            raise RemoteProtocolError(f"the server at {self.endpoint} answered the greeting with {answer!r}")
+        return answer

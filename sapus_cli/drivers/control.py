@@ -1,0 +1,147 @@
+"""What the launcher and its own child processes tell each other, as MessagePack over a pipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+class _Control(Struct, frozen=True, tag_field="kind"):
+    """A line of the control pipe."""
+
+
+class Unusable(_Control, frozen=True, tag="unusable"):
+    """A child found that the call was wrong: the line to show the user."""
+
+    reason: str
+
+
+class Prepared(_Control, frozen=True, tag="prepared"):
+    """The data are in the cache and the model fits them."""
+
+    data: str
+    n_train: int
+    n_test: int
+    elements: int
+    fingerprint: str
+    data_sha256: str
+    device: str
+
+
+class Bound(_Control, frozen=True, tag="bound"):
+    """The server listens at this endpoint."""
+
+    endpoint: str
+
+
+class Begin(_Control, frozen=True, tag="begin"):
+    """To every child: the run folder exists, the server listens at `endpoint`, the run may begin."""
+
+    folder: str
+    endpoint: str
+
+
+class Released(_Control, frozen=True, tag="released"):
+    """All workers were released at this instant of the machine's monotonic clock, which is t_s = 0."""
+
+    monotonic_s: float
+
+
+class WorkerStatus(Struct, frozen=True):
+    """One worker as the server sees it; `loss` is the mean of its last interval."""
+
+    rank: int
+    steps: int
+    pushes: int
+    interval: int
+    loss: float
+    rx_bytes: int
+    tx_bytes: int
+    waiting: bool
+
+
+class Status(_Control, frozen=True, tag="status"):
+    """The server's state, ten times a second.
+
+    `cpu_s` is its user and system time since it was started; bytes are those of the workers.
+    """
+
+    t_s: float
+    version: int
+    samples: int
+    cpu_s: float
+    rss_bytes: int
+    rx_bytes: int
+    tx_bytes: int
+    workers: list[WorkerStatus]
+
+
+class Happened(_Control, frozen=True, tag="happened"):
+    """A row for events.csv."""
+
+    t_s: float
+    event: str
+    role: str
+    rank: int
+    detail: str = ""
+
+
+class Measured(_Control, frozen=True, tag="measured"):
+    """A result of the evaluator."""
+
+    t_s: float
+    version: int
+    samples: int
+    loss: float
+    accuracy: float
+
+
+class Halt(_Control, frozen=True, tag="halt"):
+    """To the server: end the run at once."""
+
+
+class Ended(_Control, frozen=True, tag="ended"):
+    """The server's last word. `end_s` is when the last worker left, seconds since the release.
+
+    Bytes and frames are those of the workers; `evaluator_bytes` are those of the snapshots, both ways. `server_cpu_s`
+    is what the server used between the release and that instant; `reached_s` when the target accuracy was reached.
+    """
+
+    end_s: float
+    version: int
+    samples: int
+    steps: int
+    pushes: int
+    rx_bytes: int
+    tx_bytes: int
+    rx_frames: int
+    tx_frames: int
+    evaluator_bytes: int
+    server_cpu_s: float
+    state_sha256: str
+    reached_s: float | None
+
+
+Line: TypeAlias = Unusable | Prepared | Bound | Begin | Released | Status | Happened | Measured | Halt | Ended
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Line] = msgspec.msgpack.Decoder(Line)
+
+
+def tell(pipe: Connection, line: Line) -> None:
+    """Send a line."""
+    pipe.send_bytes(_encoder.encode(line))
+
+
+def hear(pipe: Connection) -> Line:
+    """Wait for a line.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    return _decoder.decode(pipe.recv_bytes())

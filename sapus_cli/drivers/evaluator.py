@@ -1,0 +1,74 @@
+"""The evaluator process: tests snapshots of the global state, so that the server's CPU time is the server's alone."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sapus_cli.codec import Evaluated, Snapshot, State, Stop
+from sapus_cli.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from sapus_cli.drivers.client import Client
+    from sapus_cli.strategy import Vec
+    from sapus_cli.traces import Trace
+
+
+class Tests(Protocol):
+    """What tests a state vector."""
+
+    def evaluate(self, vector: Vec) -> tuple[float, float]:
+        """Mean loss and accuracy on the test set of a state, shape `(d,)`."""
+
+
+def run(client: Client, tests: Tests, trace: Trace, *, every_s: float, n_train: int) -> None:
+    """Ask for a snapshot, test it, report, until the final state has been tested or the run is halted.
+
+    Args:
+        client: a greeted connection.
+        tests: the test set and a model of its own.
+        trace: evals.csv.
+        every_s: least time between two snapshots in seconds.
+        n_train: size of the training set, which makes samples into epochs.
+    """
+    vector = torch.empty(client.welcome.elements)
+    final = False
+    while not final:
+        asked = time.monotonic()
+        state = _snapshot(client, vector)
+        if state is None:
+            return
+        final = state.final
+        loss, accuracy = tests.evaluate(vector)
+        trace.row((state.t_s, state.version, state.samples, state.samples / n_train, loss, accuracy))
+        trace.tick(time.monotonic())
+        client.send(
+            Evaluated(
+                t_s=state.t_s,
+                version=state.version,
+                samples=state.samples,
+                loss=loss,
+                accuracy=accuracy,
+                final=final,
+            )
+        )
+        pause_s = every_s - (time.monotonic() - asked)
+        if not final and pause_s > 0:
+            # The only thing that can come meanwhile is the end of training, which ends the pause.
+            stop = client.receive(None, int(1000 * pause_s))
+            if isinstance(stop, Stop) and not stop.flush:
+                return
+
+
+def _snapshot(client: Client, vector: Vec) -> State | None:
+    client.send(Snapshot())
+    while True:
+        message = client.receive(vector, None)
+        if isinstance(message, State):
+            return message
+        if isinstance(message, Stop) and not message.flush:
+            return None
+        if not isinstance(message, Stop):
+            raise RemoteProtocolError(f"the evaluator has no use for {message!r}")

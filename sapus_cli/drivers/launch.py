@@ -1,0 +1,492 @@
+"""The launcher: starts the processes of a run, watches them, writes what only it can know, and ends them all.
+
+Children are forked from a fork server that has imported torch once, so that eight workers start in the time of one
+import. A child that loses its pipe to the launcher ends itself: no process outlives the launcher, however it dies.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import psutil
+
+from sapus_cli import registry, traces
+from sapus_cli.drivers import children
+from sapus_cli.drivers.control import (
+    Begin,
+    Bound,
+    Ended,
+    Halt,
+    Happened,
+    Line,
+    Measured,
+    Prepared,
+    Released,
+    Status,
+    Unusable,
+    hear,
+    tell,
+)
+from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
+from sapus_cli.workloads import check_names, check_partition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
+    from pathlib import Path
+    from types import FrameType
+
+    from sapus_cli.config import RunConfig
+    from sapus_cli.strategy import AnyStrategy
+
+LOOPBACK = "tcp://127.0.0.1:*"
+PRELOAD = ["torch", "torch._dynamo", "sapus_cli.cli", "sapus_cli.drivers.roles"]
+POLL_S = 0.1
+SAMPLE_EVERY_S = 0.5
+HALT_S = 5.0
+END_S = 5.0
+LOG_LINES = 5
+
+
+class Observer(Protocol):
+    """Who is told how a run goes, in the launcher's own thread."""
+
+    def released(self, startup_s: float) -> None:
+        """All workers train since now; `startup_s` seconds after the command was given."""
+
+    def status(self, status: Status, cpu_percent: float) -> None:
+        """The server's state, with its CPU use since the last one in percent of one core."""
+
+    def measured(self, result: Measured) -> None:
+        """The evaluator tested a snapshot."""
+
+    def happened(self, event: Happened) -> None:
+        """An event of events.csv."""
+
+    def close(self) -> None:
+        """The run is over, well or not."""
+
+
+@dataclass
+class Plan:
+    """What the observer can know before the start.
+
+    `endpoint` is where the server listens; `steps_per_worker` is None if the budget is in seconds.
+    """
+
+    config: RunConfig
+    folder: Path
+    endpoint: str
+    n_train: int
+    elements: int
+    steps_per_worker: int | None
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        folder: the run folder.
+        record: what stands in run.json.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+
+
+@dataclass
+class _Child:
+    role: str
+    rank: int
+    process: ForkServerProcess
+    pipe: Connection
+    watched: psutil.Process | None = None
+    sample: tuple[float, float] | None = None
+    silent: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.rank}" if self.role == "worker" else self.role
+
+    @property
+    def log(self) -> str:
+        return f"{self.role}-{self.rank}.log" if self.role == "worker" else f"{self.role}.log"
+
+
+class Launcher:
+    """One run from the call to the last row.
+
+    Args:
+        config: what to run.
+        results: folder that gets the run folder.
+        name: name of the run folder, or None for the automatic one.
+        observe: makes whoever is told how it goes, once the plan is known.
+        endpoint: where the server listens.
+        own_workers: start the workers here; otherwise wait for them to connect.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        results: Path,
+        name: str | None,
+        observe: Callable[[Plan], Observer],
+        *,
+        endpoint: str = LOOPBACK,
+        own_workers: bool = True,
+    ) -> None:
+        self._config = config
+        self._results = results
+        self._name = name
+        self._observe = observe
+        self._endpoint = endpoint
+        self._own_workers = own_workers
+        self._called_s = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self._released_s: float | None = None
+        self._startup_s = 0.0
+        self._ended: Ended | None = None
+        self._evals: list[Measured] = []
+        self._children: list[_Child] = []
+        self._signals: list[str] = []
+        self._halt_by: float | None = None
+        self._next_sample_s = 0.0
+
+    def run(self) -> Outcome:
+        """Run to the end.
+
+        Raises:
+            UserError: the call was wrong; nothing has been created.
+            RunFailedError: a process died; the run folder says what it had come to.
+            InterruptedRunError: a signal asked for the end; likewise.
+        """
+        check_names(self._config.dataset, self._config.model)
+        check_partition(self._config.partition, self._config.dataset)
+        strategy = registry.build(self._config.strategy, self._config.params)
+        traces.check_results(self._results)
+        context = fork_server(self._config.threads)
+        with self._signals_noted():
+            try:
+                return self._run(context, strategy)
+            finally:
+                self._end_children()
+
+    @contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        def note(number: int, _frame: FrameType | None) -> None:
+            self._signals.append(signal.Signals(number).name)
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self, context: ForkServerContext, strategy: AnyStrategy) -> Outcome:
+        ready = self._prepare(context)
+        bound = self._start_children(context, strategy, ready)
+        self._folder = traces.create_run_folder(
+            self._results, self._name, self._config.strategy, self._config.workers, self._config.seed
+        )
+        self._record = self._first_record(strategy, ready, bound)
+        traces.write_run(self._folder, self._record)
+        steps = self._config.steps_per_worker(ready.n_train)
+        self._observer = self._observe(Plan(self._config, self._folder, bound, ready.n_train, ready.elements, steps))
+        with (
+            traces.Trace(self._folder / "resources.csv", traces.RESOURCES) as self._resources,
+            traces.Trace(self._folder / "events.csv", traces.EVENTS) as self._events,
+        ):
+            for child in self._children:
+                tell(child.pipe, Begin(str(self._folder), bound))
+            try:
+                self._watch()
+            except RunFailedError as error:
+                status = "interrupted" if isinstance(error, InterruptedRunError) else "failed"
+                self._close_record(status, str(error))
+                raise
+            finally:
+                self._observer.close()
+        self._close_record("finished", None)
+        return Outcome(self._folder, self._record)
+
+    def _prepare(self, context: ForkServerContext) -> Prepared:
+        child = self._start(context, "data", 0, children.prepare, self._config)
+        line = self._first_line(child)
+        if not isinstance(line, Prepared):
+            raise RunFailedError(f"the data process said {line!r}")
+        return line
+
+    def _start_children(self, context: ForkServerContext, strategy: AnyStrategy, ready: Prepared) -> str:
+        server = self._start(context, "server", 0, children.serve, self._config, strategy, ready, self._endpoint)
+        if self._own_workers:
+            for rank in range(self._config.workers):
+                self._start(context, "worker", rank, children.work, self._config, strategy, ready, rank)
+        self._start(context, "evaluator", 0, children.evaluate, self._config, ready)
+        line = self._first_line(server)
+        if not isinstance(line, Bound):
+            raise RunFailedError(f"the server said {line!r}")
+        return line.endpoint
+
+    def _start(
+        self, context: ForkServerContext, role: str, rank: int, main: Callable[..., None], *args: object
+    ) -> _Child:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=main, args=(theirs, *args), name=f"sapus-{role}-{rank}", daemon=True)
+        process.start()
+        theirs.close()
+        child = _Child(role, rank, process, ours)
+        self._children.append(child)
+        return child
+
+    def _first_line(self, child: _Child) -> Line:
+        """What a child says before the run folder exists.
+
+        Raises:
+            UserError: it found that the call was wrong.
+        """
+        while not child.pipe.poll(POLL_S):
+            if self._signals:
+                raise InterruptedRunError(f"{self._signals[0]} before the run began; nothing was written")
+        try:
+            line = hear(child.pipe)
+        except EOFError:
+            child.process.join()
+            raise RunFailedError(f"the {child.name} process {_how(child.process.exitcode)} before the run") from None
+        if isinstance(line, Unusable):
+            raise UserError(line.reason)
+        if child.role == "data":
+            child.process.join()
+            child.pipe.close()
+            self._children.remove(child)
+        return line
+
+    def _watch(self) -> None:
+        """Listen to the children until the server has said its last word and all have ended.
+
+        Raises:
+            RunFailedError: one of them died.
+            InterruptedRunError: a signal arrived.
+        """
+        while True:
+            pipes = {child.pipe: child for child in self._children if not child.silent}
+            sentinels = [child.process.sentinel for child in self._children if child.process.is_alive()]
+            for ready in connection.wait([*pipes, *sentinels], POLL_S):
+                if child := pipes.get(ready):  # type: ignore[call-overload]
+                    self._listen(child)
+            self._look_for_signals()
+            dead = [child for child in self._children if child.process.exitcode not in {None, 0}]
+            if dead and self._halt_by is None:
+                self._fail(min(dead, key=lambda child: child.role != "server"))
+            if self._ended is not None and not any(child.process.is_alive() for child in self._children):
+                return
+            self._sample()
+
+    def _listen(self, child: _Child) -> None:
+        try:
+            line = hear(child.pipe)
+        except (EOFError, ConnectionError):
+            child.silent = True
+            return
+        match line:
+            case Released():
+                self._released_s = line.monotonic_s
+                self._startup_s = line.monotonic_s - self._called_s
+                self._observer.released(self._startup_s)
+            case Status():
+                self._note_status(child, line)
+            case Happened():
+                self._note_event(line)
+            case Measured():
+                self._evals.append(line)
+                self._observer.measured(line)
+            case Ended():
+                self._ended = line
+            case _:
+                raise RunFailedError(f"the {child.name} said {line!r}")
+
+    def _look_for_signals(self) -> None:
+        if not self._signals:
+            return
+        now = time.monotonic()
+        if self._halt_by is None:
+            self._halt_by = now + HALT_S
+            self._note_event(Happened(self._now(), "signal", "launcher", 0, self._signals[0]))
+            for child in self._children:
+                if child.role == "server" and child.process.is_alive():
+                    tell(child.pipe, Halt())
+        if self._ended is not None or now > self._halt_by or len(self._signals) > 1:
+            raise InterruptedRunError(f"interrupted by {self._signals[0]}")
+
+    def _fail(self, child: _Child) -> None:
+        how = _how(child.process.exitcode)
+        self._note_event(Happened(self._now(), "crash", child.role, child.rank, how))
+        raise RunFailedError(
+            f"the {child.name} process {how}\n{_last_lines(self._folder / 'logs' / child.log)}".strip()
+        )
+
+    def _now(self) -> float:
+        return time.monotonic() - self._released_s if self._released_s is not None else 0.0
+
+    def _note_event(self, event: Happened) -> None:
+        self._events.row((event.t_s, event.event, event.role, event.rank, event.detail))
+        self._observer.happened(event)
+
+    def _note_status(self, child: _Child, status: Status) -> None:
+        percent = self._cpu_percent(child, status.t_s, status.cpu_s)
+        self._resources.row(
+            (
+                status.t_s,
+                "server",
+                0,
+                status.cpu_s,
+                percent,
+                status.rss_bytes,
+                status.rx_bytes,
+                status.tx_bytes,
+                None,
+                None,
+            )
+        )
+        self._observer.status(status, percent)
+
+    def _sample(self) -> None:
+        now = time.monotonic()
+        self._resources.tick(now)
+        self._events.tick(now)
+        if self._released_s is None or now < self._next_sample_s:
+            return
+        self._next_sample_s = now + SAMPLE_EVERY_S
+        for child in self._children:
+            if child.role != "server" and child.process.is_alive():
+                self._sample_child(child)
+
+    def _sample_child(self, child: _Child) -> None:
+        try:
+            if child.watched is None:
+                child.watched = psutil.Process(child.process.pid)
+            with child.watched.oneshot():
+                times = child.watched.cpu_times()
+                rss = child.watched.memory_info().rss
+        except psutil.NoSuchProcess:
+            return
+        t_s, cpu_s = self._now(), times.user + times.system
+        percent = self._cpu_percent(child, t_s, cpu_s)
+        self._resources.row((t_s, child.role, child.rank, cpu_s, percent, rss, None, None, None, None))
+
+    @staticmethod
+    def _cpu_percent(child: _Child, t_s: float, cpu_s: float) -> float:
+        """CPU use since the last sample in percent of one core; 0 for the first sample."""
+        before, child.sample = child.sample, (t_s, cpu_s)
+        if before is None or t_s <= before[0]:
+            return 0.0
+        return 100 * (cpu_s - before[1]) / (t_s - before[0])
+
+    def _end_children(self) -> None:
+        """End every child: wait a little for those that are about to, then insist."""
+        deadline = time.monotonic() + (END_S if self._ended is not None else 0)
+        for child in self._children:
+            child.process.join(max(0, deadline - time.monotonic()))
+        for child in self._children:
+            child.process.terminate()
+        for child in self._children:
+            child.process.join(END_S)
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+            child.pipe.close()
+
+    def _first_record(self, strategy: AnyStrategy, ready: Prepared, bound: str) -> dict[str, Any]:
+        cls = type(strategy)
+        return {
+            "status": "running",
+            "started_at": _utc(),
+            "clock": "real",
+            "config": msgspec.to_builtins(self._config),
+            "strategy": {
+                "name": self._config.strategy,
+                "class": f"{cls.__module__}:{cls.__qualname__}",
+                "hyper_parameters": {key: getattr(strategy, key) for key in registry.hyper_parameters(cls)},
+            },
+            "cluster": {"name": "none"},
+            "transport": {"endpoint": bound},
+            "data": {"sha256": ready.data_sha256, "n_train": ready.n_train, "n_test": ready.n_test},
+            "model": {"elements": ready.elements, "fingerprint": ready.fingerprint},
+            "device": ready.device,
+            "threads_per_process": self._config.threads,
+            "steps_per_worker": self._config.steps_per_worker(ready.n_train),
+            "environment": traces.environment(),
+        }
+
+    def _close_record(self, status: str, failure: str | None) -> None:
+        self._record |= {"status": status, "ended_at": _utc(), "startup_s": self._startup_s}
+        if failure:
+            self._record["failure"] = failure
+        if self._ended is not None:
+            self._record["totals"] = msgspec.to_builtins(self._ended)
+            self._record["state_sha256"] = self._ended.state_sha256
+            self._record["summary"] = summary(self._ended, self._evals)
+        traces.write_run(self._folder, self._record)
+
+
+def fork_server(threads: int) -> ForkServerContext:
+    """The context that children are started from. Its server begins to import torch now, while the launcher goes on."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    return context
+
+
+def summary(ended: Ended, evals: list[Measured]) -> dict[str, float | int | None]:
+    """The figures of a run that a reader looks for first. Seconds count from the release of all workers."""
+    seconds = ended.end_s
+    last = evals[-1] if evals else None
+
+    def rate(amount: float) -> float | None:
+        return amount / seconds if seconds > 0 else None
+
+    return {
+        "accuracy": last.accuracy if last else None,
+        "best_accuracy": max((result.accuracy for result in evals), default=None),
+        "loss": last.loss if last else None,
+        "seconds": seconds,
+        "reached_s": ended.reached_s,
+        "samples_per_s": rate(ended.samples),
+        "steps_per_s": rate(ended.steps),
+        "pushes": ended.pushes,
+        "mean_interval": ended.steps / ended.pushes if ended.pushes else None,
+        "server_cpu_s": ended.server_cpu_s,
+        "server_cpu_percent": rate(100 * ended.server_cpu_s),
+        "gbit_per_s_in": rate(8e-9 * ended.rx_bytes),
+        "gbit_per_s_out": rate(8e-9 * ended.tx_bytes),
+    }
+
+
+def _utc() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+
+
+def _how(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return f"ended with exit code {exitcode}"
+
+
+def _last_lines(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(f"  {line}" for line in lines[-LOG_LINES:])

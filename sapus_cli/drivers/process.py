@@ -1,0 +1,74 @@
+"""How a child process of ours is set up, before it does anything else."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import platform
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MIB = 1 << 20
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+
+
+def be_a_child() -> None:
+    """Be deaf to Ctrl-C.
+
+    It reaches every process of a terminal; what follows from it is for the launcher to decide.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def settle(threads: int) -> None:
+    """Reuse memory, and compute on so many threads."""
+    keep_memory()
+    import torch  # noqa: PLC0415 - after the allocator has been told
+
+    torch.set_num_threads(threads)
+
+
+def keep_memory() -> None:
+    """Tell glibc to keep freed memory.
+
+    libzmq allocates every received message afresh; blocks of 32 MB and more would be mapped and page-faulted each
+    time, which costs more than the network. Other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(_M_TOP_PAD, 64 * MIB)
+    libc.mallopt(_M_ARENA_MAX, 1)
+
+
+def log_to(path: Path) -> None:
+    """Send everything this process prints, a crash in C code included, to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()
+
+
+def end_with(wait_for_end: Callable[[], object]) -> None:
+    """End this process at once when `wait_for_end` returns or fails: it watches for the launcher's death."""
+
+    def watch() -> None:
+        try:
+            wait_for_end()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

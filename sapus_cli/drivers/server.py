@@ -1,0 +1,438 @@
+"""The server process: receives pushes, applies them through the strategy, answers; measures what crosses its socket."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+import torch
+import zmq
+from safetensors.torch import save_file
+
+from sapus_cli.codec import (
+    FLOAT32_BYTES,
+    MAX_HEADER_BYTES,
+    PROTOCOL_VERSION,
+    Evaluated,
+    FromClient,
+    FromServer,
+    Hello,
+    Leave,
+    Pull,
+    Push,
+    Refused,
+    Snapshot,
+    Stop,
+    Welcome,
+    check_payload,
+    decode_from_client,
+    encode,
+    raw,
+)
+from sapus_cli.drivers.control import Ended, Halt, Happened, Measured, Released, Status, WorkerStatus, hear, tell
+from sapus_cli.errors import RemoteProtocolError, UserError
+from sapus_cli.protocol import Outgoing, PushRow, ServerCore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from sapus_cli.strategy import AnyStrategy, Vec
+    from sapus_cli.traces import Trace
+
+STATUS_EVERY_S = 0.1
+HALT_S = 3.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and frames of messages, header and payload, as they cross the socket."""
+
+    rx_bytes: int = 0
+    tx_bytes: int = 0
+    rx_frames: int = 0
+    tx_frames: int = 0
+
+
+@dataclass(slots=True)
+class Peer:
+    """A client of the server and what is known of it."""
+
+    identity: bytes
+    role: str
+    rank: int
+    traffic: Traffic = field(default_factory=Traffic)
+    steps: int = 0
+    pushes: int = 0
+    interval: int = 0
+    loss: float = float("nan")
+    left: bool = False
+
+
+def bind(endpoint: str, elements: int) -> tuple[zmq.Socket[bytes], str]:
+    """A listening ROUTER socket and the endpoint it really got (port 0 lets the system choose).
+
+    Raises:
+        UserError: the endpoint cannot be bound.
+    """
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 5000)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, FLOAT32_BYTES * elements))
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise UserError(f"cannot listen at {endpoint}: {error}; choose another port, or leave it out") from error
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+class Server:
+    """Drives a `ServerCore` over a ROUTER socket, in one thread.
+
+    A push is received without a copy and added as it lies in the message; a reply is copied once, when it is handed
+    to the socket, which makes it a consistent snapshot.
+
+    Args:
+        socket: from `bind`.
+        strategy: the run's strategy.
+        x0: initial global state, shape `(d,)`.
+        n_workers: workers to wait for.
+        fingerprint: layout that every worker's model must have.
+        config: the run's configuration, JSON, for workers started by hand.
+        launcher: pipe to the launcher.
+        pushes: pushes.csv.
+        target_accuracy: accuracy at which the run ends, or None.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        strategy: AnyStrategy,
+        x0: Vec,
+        *,
+        n_workers: int,
+        fingerprint: str,
+        config: bytes,
+        launcher: Connection,
+        pushes: Trace,
+        target_accuracy: float | None,
+    ) -> None:
+        self.core = ServerCore(strategy, x0, n_workers)
+        self._socket = socket
+        self._elements = x0.numel()
+        self._n_workers = n_workers
+        self._fingerprint = fingerprint
+        self._config = config
+        self._launcher = launcher
+        self._trace = pushes
+        self._info_columns = ("weight", "reason", "h_min", "h_max", *strategy.columns)
+        self._target_accuracy = target_accuracy
+        self._peers: dict[bytes, Peer] = {}
+        self._workers: dict[int, Peer] = {}
+        self._released = 0.0
+        self._released_cpu_s = 0.0
+        self._end_s: float | None = None
+        self._end_cpu_s = 0.0
+        self._reached_s: float | None = None
+        self._over = False
+        self._halt_by: float | None = None
+        self._next_status = 0.0
+        self._process = psutil.Process()
+
+    @property
+    def now(self) -> float:
+        """Seconds since all workers were released; 0 before."""
+        return time.monotonic() - self._released if self._released else 0.0
+
+    def run(self) -> Ended:
+        """Serve until all workers have left and the final state has been evaluated, or the launcher halts the run.
+
+        Raises:
+            EOFError: the launcher is gone.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._launcher.fileno(), zmq.POLLIN)
+        while not self._over:
+            ready = dict(poller.poll(int(1000 * STATUS_EVERY_S)))
+            if self._launcher.fileno() in ready and isinstance(hear(self._launcher), Halt):
+                self._halt()
+            if self._socket in ready:
+                self._drain()
+            self._tick()
+        return self._ended()
+
+    def _drain(self) -> None:
+        for _ in range(2 * self._n_workers):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._receive(frames)
+
+    def _receive(self, frames: Sequence[zmq.Frame]) -> None:
+        identity = bytes(frames[0].buffer)
+        peer = self._peers.get(identity)
+        header, payload = frames[1], frames[2:]
+        try:
+            message = decode_from_client(header.buffer)
+            check_payload(message, self._elements, [len(frame) for frame in payload])
+            n_bytes = len(header) + sum(len(frame) for frame in payload)
+            if peer is not None:
+                peer.traffic.rx_bytes += n_bytes
+                peer.traffic.rx_frames += 1 + len(payload)
+            self._handle(identity, peer, message, payload, n_bytes)
+        except RemoteProtocolError as error:
+            who = f"{peer.role} {peer.rank}" if peer else "a stranger"
+            log.warning("refused a message of %s: %s", who, error)
+            self._send(identity, Refused(reason=str(error)[:1000]))
+
+    def _handle(
+        self, identity: bytes, peer: Peer | None, message: FromClient, payload: Sequence[zmq.Frame], n_bytes: int
+    ) -> None:
+        if peer is None:
+            if not isinstance(message, Hello):
+                raise RemoteProtocolError("the first message must be a hello")
+            self._greet(identity, message, n_bytes)
+        elif isinstance(message, Push) and peer.role == "worker":
+            self._push(peer, message, payload[0], n_bytes)
+        elif isinstance(message, Pull) and peer.role == "worker":
+            self._pull(peer, message)
+        elif isinstance(message, Leave) and peer.role == "worker" and not peer.left:
+            self._leave(peer, message)
+        elif isinstance(message, Snapshot) and peer.role == "evaluator":
+            self._send(identity, self.core.snapshot(self.now, final=self._end_s is not None), self.core.state.x)
+        elif isinstance(message, Evaluated) and peer.role == "evaluator":
+            self._evaluated(message)
+        else:
+            raise RemoteProtocolError(
+                f"a {type(message).__name__.lower()} is out of place from {peer.role} {peer.rank}"
+            )
+
+    def _greet(self, identity: bytes, hello: Hello, n_bytes: int) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            raise RemoteProtocolError(
+                f"protocol version {hello.protocol}, but this server speaks {PROTOCOL_VERSION}: "
+                "install the same sapus on both sides"
+            )
+        rank = 0
+        if hello.role == "worker":
+            free = [r for r in range(self._n_workers) if r not in self._workers]
+            if not free:
+                raise RemoteProtocolError(f"all {self._n_workers} workers are here already")
+            rank = free[0] if hello.rank < 0 else hello.rank
+            if rank not in free:
+                raise RemoteProtocolError(f"rank {rank} is taken, or not below {self._n_workers}")
+        peer = self._peers[identity] = Peer(identity, hello.role, rank)
+        peer.traffic.rx_bytes += n_bytes
+        peer.traffic.rx_frames += 1
+        if hello.role == "worker":
+            self._workers[rank] = peer
+        self._send(
+            identity,
+            Welcome(
+                protocol=PROTOCOL_VERSION,
+                rank=rank,
+                elements=self._elements,
+                fingerprint=self._fingerprint,
+                config=self._config,
+            ),
+        )
+
+    def _pull(self, peer: Peer, message: Pull) -> None:
+        if message.fingerprint != self._fingerprint:
+            raise RemoteProtocolError(
+                "your model has another layout than the server's: use the same options and versions"
+            )
+        replies = self.core.join(peer.rank, self.now)
+        if self.core.started and not self._released:
+            self._released = time.monotonic()
+            self._released_cpu_s = time.process_time()
+        self._answer(replies)
+        self._tell_event("join", peer.rank)
+        if replies and self._released:
+            tell(self._launcher, Released(self._released))
+
+    def _push(self, peer: Peer, message: Push, frame: zmq.Frame, n_bytes: int) -> None:
+        vector = torch.frombuffer(frame.buffer, dtype=torch.float32)
+        replies = self.core.push(peer.rank, message, vector, self.now, n_bytes)
+        peer.pushes += 1
+        peer.steps += message.n_steps
+        peer.interval = message.n_steps
+        peer.loss = message.loss
+        self._answer(replies)
+
+    def _leave(self, peer: Peer, message: Leave) -> None:
+        replies, row = self.core.leave(peer.rank, self.now)
+        peer.left = True
+        if row is not None:
+            self._write(row, 0)
+        self._answer(replies)
+        self._tell_event("leave", peer.rank, message.reason)
+        if all(worker.left for worker in self._workers.values()) and self.core.started:
+            self._end()
+
+    def _evaluated(self, message: Evaluated) -> None:
+        tell(self._launcher, Measured(message.t_s, message.version, message.samples, message.loss, message.accuracy))
+        self._over = self._over or message.final
+        target = self._target_accuracy
+        if target is not None and message.accuracy >= target and self._reached_s is None:
+            self._reached_s = message.t_s
+            self._stop(flush=True)
+
+    def _halt(self) -> None:
+        self._halt_by = time.monotonic() + HALT_S
+        self._stop(flush=False)
+
+    def _stop(self, *, flush: bool) -> None:
+        for peer in self._peers.values():
+            if not peer.left and (peer.role == "worker" or not flush):
+                self._send(peer.identity, Stop(flush=flush))
+
+    def _end(self) -> None:
+        self._mark_end()
+        self._over = self._halt_by is not None
+        for peer in self._peers.values():
+            if peer.role == "evaluator":
+                self._send(peer.identity, Stop(flush=True))
+
+    def _mark_end(self) -> None:
+        if self._end_s is None:
+            self._end_s = self.now
+            self._end_cpu_s = time.process_time()
+
+    def _answer(self, replies: Sequence[Outgoing]) -> None:
+        for reply in replies:
+            sent = self._send(self._workers[reply.worker].identity, reply.message, reply.vector)
+            if reply.row is not None:
+                self._write(reply.row, sent)
+
+    def _send(self, identity: bytes, message: FromServer, vector: Vec | None = None) -> int:
+        header = encode(message)
+        n_bytes, n_frames = len(header), 1
+        try:
+            self._socket.send(identity, zmq.SNDMORE)
+            if vector is None:
+                self._socket.send(header)
+            else:
+                self._socket.send(header, zmq.SNDMORE)
+                self._socket.send(raw(vector))
+                n_bytes, n_frames = n_bytes + FLOAT32_BYTES * vector.numel(), 2
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            log.warning("a client is gone, %s was not sent", type(message).__name__)
+            return 0
+        peer = self._peers.get(identity)
+        if peer is not None:
+            peer.traffic.tx_bytes += n_bytes
+            peer.traffic.tx_frames += n_frames
+        return n_bytes
+
+    def _write(self, row: PushRow, bytes_out: int) -> None:
+        weight, *others = (row.info.get(column) for column in self._info_columns)
+        self._trace.row(
+            (
+                row.t_s,
+                row.worker,
+                row.seq,
+                row.n_steps,
+                row.loss,
+                row.version,
+                row.staleness,
+                weight,
+                row.bytes_in,
+                bytes_out,
+                row.step_s,
+                row.exchange_s,
+                row.held_s,
+                *others,
+            )
+        )
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._halt_by is not None and now > self._halt_by:
+            self._over = True
+        if now < self._next_status:
+            return
+        self._next_status = now + STATUS_EVERY_S
+        self._trace.tick(now)
+        if self._released:
+            tell(self._launcher, self._status())
+
+    def _status(self) -> Status:
+        waiting = self.core.waiting
+        return Status(
+            t_s=self.now,
+            version=self.core.version,
+            samples=self.core.samples,
+            cpu_s=time.process_time(),
+            rss_bytes=self._process.memory_info().rss,
+            rx_bytes=sum(peer.traffic.rx_bytes for peer in self._workers.values()),
+            tx_bytes=sum(peer.traffic.tx_bytes for peer in self._workers.values()),
+            workers=[
+                WorkerStatus(
+                    rank=rank,
+                    steps=peer.steps,
+                    pushes=peer.pushes,
+                    interval=peer.interval,
+                    loss=peer.loss,
+                    rx_bytes=peer.traffic.rx_bytes,
+                    tx_bytes=peer.traffic.tx_bytes,
+                    waiting=rank in waiting,
+                )
+                for rank, peer in sorted(self._workers.items())
+            ],
+        )
+
+    def _tell_event(self, event: str, rank: int, detail: str = "") -> None:
+        tell(self._launcher, Happened(self.now, event, "worker", rank, detail))
+
+    def _ended(self) -> Ended:
+        self._mark_end()
+        self._trace.flush()
+        tell(self._launcher, self._status())
+        workers = [peer.traffic for peer in self._workers.values()]
+        others = [peer.traffic for peer in self._peers.values() if peer.role == "evaluator"]
+        return Ended(
+            end_s=self._end_s or 0.0,
+            version=self.core.version,
+            samples=self.core.samples,
+            steps=self.core.steps,
+            pushes=sum(peer.pushes for peer in self._workers.values()),
+            rx_bytes=sum(traffic.rx_bytes for traffic in workers),
+            tx_bytes=sum(traffic.tx_bytes for traffic in workers),
+            rx_frames=sum(traffic.rx_frames for traffic in workers),
+            tx_frames=sum(traffic.tx_frames for traffic in workers),
+            evaluator_bytes=sum(traffic.rx_bytes + traffic.tx_bytes for traffic in others),
+            server_cpu_s=self._end_cpu_s - self._released_cpu_s,
+            state_sha256=state_sha256(self.core.state.x),
+            reached_s=self._reached_s,
+        )
+
+
+def save_checkpoint(folder: Path, core: ServerCore, t_s: float) -> None:
+    """Write the global state as safetensors and what belongs to it as JSON, each under a temporary name first."""
+    meta = {"t_s": t_s, "version": core.version, "samples": core.samples, "steps": core.steps}
+    tensors = folder / "state.safetensors.tmp"
+    save_file({"x": core.state.x}, tensors)
+    tensors.replace(folder / "state.safetensors")
+    text = folder / "state.json.tmp"
+    text.write_bytes(msgspec.json.encode(meta))
+    text.replace(folder / "state.json")
+
+
+def state_sha256(x: Vec) -> str:
+    """SHA-256, in hexadecimal, of a state of shape `(d,)` as little-endian float32."""
+    return hashlib.sha256(x.numpy().astype("<f4", copy=False).tobytes()).hexdigest()

@@ -1,0 +1,101 @@
+"""A worker process: steps its model, pushes when its strategy says so."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from sapus_cli.codec import Leave, State, Stop
+from sapus_cli.errors import RemoteProtocolError
+from sapus_cli.protocol import Phase, WorkerCore
+
+if TYPE_CHECKING:
+    from sapus_cli.codec import FromServer
+    from sapus_cli.drivers.client import Client
+    from sapus_cli.strategy import AnyStrategy, Vec
+
+
+class Steps(Protocol):
+    """What a worker trains: one flat local state, stepped in place."""
+
+    @property
+    def vector(self) -> Vec:
+        """Local state, shape `(d,)`."""
+
+    def step(self) -> tuple[float, int]:
+        """Take one local step; returns the minibatch's mean loss and its number of samples."""
+
+
+class Worker:
+    """Drives a `WorkerCore` over a connection until its budget is used up or the server says stop.
+
+    Args:
+        client: a greeted connection.
+        strategy: the run's strategy.
+        trainer: the model, its data and its optimizer.
+        fingerprint: the model's layout.
+        steps: local steps to take at most; None for no bound.
+        seconds: seconds to train at most, from the release of all workers; None for no bound.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        strategy: AnyStrategy,
+        trainer: Steps,
+        *,
+        fingerprint: str,
+        steps: int | None,
+        seconds: float | None,
+    ) -> None:
+        self._client = client
+        self._trainer = trainer
+        self._fingerprint = fingerprint
+        self._steps = steps
+        self._seconds = seconds
+        self._core = WorkerCore(strategy, trainer.vector, client.welcome.rank)
+        self._released = 0.0
+
+    def run(self) -> str:
+        """Train. Returns why it ended: "done" or "halted"."""
+        self._client.send(self._core.pull(self._fingerprint))
+        reason = self._train()
+        self._client.send(Leave(reason=reason))
+        return reason
+
+    def _train(self) -> str:
+        core = self._core
+        while core.phase is not Phase.DONE:
+            message = self._client.receive(core.incoming, None if core.phase is Phase.WAITING else 0)
+            if message is not None:
+                if isinstance(message, Stop) and not message.flush:
+                    return "halted"
+                self._take(message)
+            elif core.phase is Phase.COMPUTING:
+                self._step()
+        return "done"
+
+    def _step(self) -> None:
+        begin = time.monotonic()
+        loss, n_samples = self._trainer.step()
+        now = time.monotonic()
+        out_of_time = self._seconds is not None and now - self._released >= self._seconds
+        last = out_of_time or self._core.steps + 1 == self._steps
+        push = self._core.after_step(loss, n_samples, now - begin, now, last=last)
+        if push is not None:
+            self._client.send(push, self._core.outgoing)
+
+    def _take(self, message: FromServer) -> None:
+        now = time.monotonic()
+        if isinstance(message, Stop):
+            self._core.stop()
+            return
+        if not isinstance(message, State):
+            raise RemoteProtocolError(f"a worker has no use for {message!r}")
+        if not self._released:
+            self._released = now
+        elif self._seconds is not None and now - self._released >= self._seconds:
+            self._core.stop()
+        push = self._core.on_state(message, now)
+        if push is not None:
+            self._client.send(push, self._core.outgoing)

@@ -1,0 +1,427 @@
+"""The parameter-server protocol without I/O and without a clock: one core for a worker, one for the server.
+
+    client                    server             rule
+    ------------------------  -----------------  ---------------------------------------------------------------
+    hello(role, rank)         welcome(config)    once, first; other protocol version: refused
+    pull(fingerprint)         state(x)           once a worker; withheld until all workers have pulled (start)
+    push(seq, version, u)     state(x)           seq counts from 1; one at most without its reply; the reply may be
+                                                 withheld; the same seq again is not applied again
+    leave                                        last word of a worker
+    snapshot                  state(x)           the evaluator, at any time
+                              stop(flush)        to everybody, at any time
+
+The drivers own sockets and clocks; they pass decoded messages and the time in seconds since the start of the run, and
+send what they are handed. The same cores run in real processes and in virtual time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from sapus_cli.codec import Pull, Push, State
+from sapus_cli.errors import DeadlockError, LocalProtocolError, RemoteProtocolError
+from sapus_cli.strategy import STANDARD_INFO, AnyStrategy, Received, Reply, Step, Vec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Phase(Enum):
+    """Where a worker stands."""
+
+    NEW = "new"
+    COMPUTING = "computing"
+    WAITING = "waiting"
+    DONE = "done"
+
+
+class WorkerCore:
+    """The protocol of one worker over its flat local state.
+
+    `local` is stepped in place by the caller between calls; `incoming` is the host buffer that the vector of a state
+    message is received into; a push is sent from `outgoing`, which must not be touched until its reply has arrived.
+
+    Attributes:
+        phase: WAITING means that no step may be taken until a state arrives; DONE that it is time to leave.
+        steps: local steps taken in the whole run.
+    """
+
+    def __init__(self, strategy: AnyStrategy, local: Vec, worker: int) -> None:
+        self.phase = Phase.NEW
+        self.steps = 0
+        self.worker = worker
+        self.local = local
+        self.pulled = torch.empty_like(local)
+        on_host = local.device.type == "cpu"
+        self.incoming = self.pulled if on_host else torch.empty_like(local, device="cpu").pin_memory()
+        self.outgoing = torch.empty_like(self.incoming)
+        self._update = self.outgoing if on_host else torch.empty_like(local)
+        self._at_push: Vec | None = None
+        self._strategy = strategy
+        self._state: object = None
+        self._in_flight = False
+        self._ending = False
+        self._stopping = False
+        self._version = 0
+        self._seq = 0
+        self._sent_at = 0.0
+        self._exchange_s = 0.0
+        self._clear_interval()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the next step has to be the last."""
+        return self._stopping
+
+    def pull(self, fingerprint: str) -> Pull:
+        """The request for the first state."""
+        self._expect(Phase.NEW)
+        self.phase = Phase.WAITING
+        return Pull(fingerprint=fingerprint)
+
+    def after_step(self, loss: float, n_samples: int, step_s: float, now: float, *, last: bool) -> Push | None:
+        """Take note of a local step; returns the push that is due, its vector in `outgoing`.
+
+        Args:
+            loss: mean training loss of the minibatch.
+            n_samples: samples in the minibatch.
+            step_s: seconds the step took.
+            now: seconds on any steady clock.
+            last: the budget ends with this step.
+        """
+        self._expect(Phase.COMPUTING)
+        self.steps += 1
+        self._k += 1
+        self._loss_sum += loss
+        self._samples += n_samples
+        self._step_s_sum += step_s
+        last = last or self._stopping
+        self._ending = last
+        if self._in_flight:
+            if last:
+                self.phase = Phase.WAITING
+            return None
+        step = Step(t=self.steps, k=self._k, params=self.local, pulled=self.pulled, loss=loss, last=last)
+        decision = self._strategy.after_step(self._state, step)
+        if decision is None:
+            return self._tail(now) if last else None
+        if decision.vector is None:
+            torch.sub(self.local, self.pulled, out=self._update)
+        else:
+            self._update.copy_(decision.vector)
+        if not decision.wait:
+            self._remember_local()
+        return self._push(now, dict(decision.info), wait=decision.wait or last)
+
+    def on_state(self, message: State, now: float) -> Push | None:
+        """Take over a state whose vector has been received into `incoming`.
+
+        Returns the push of the tail that was computed while the last exchange was in flight, if there is one.
+
+        Raises:
+            RemoteProtocolError: nothing was asked for.
+        """
+        first = self._seq == 0
+        if self.phase in {Phase.NEW, Phase.DONE} or (self.phase is Phase.COMPUTING and not self._in_flight):
+            raise RemoteProtocolError("a state arrived that this worker had not asked for")
+        if self.incoming is not self.pulled:
+            self.pulled.copy_(self.incoming)
+        self._version = message.version
+        if first:
+            self.local.copy_(self.pulled)
+            self._state = self._strategy.init_worker(self.pulled, self.worker)
+        else:
+            self._exchange_s = max(0.0, now - self._sent_at - message.held_s)
+            self._take_over(message)
+        self._in_flight = False
+        self.phase = Phase.COMPUTING
+        if self._ending and self._k > 0:
+            return self._tail(now)
+        if self._ending or (self._stopping and self._k == 0):
+            self.phase = Phase.DONE
+        return None
+
+    def stop(self) -> None:
+        """The run ends: the next step will be the last; with nothing accumulated there is none."""
+        self._stopping = True
+        if self.phase is Phase.COMPUTING and not self._in_flight and self._k == 0:
+            self.phase = Phase.DONE
+
+    def _expect(self, phase: Phase) -> None:
+        if self.phase is not phase:
+            raise LocalProtocolError(f"worker {self.worker} is {self.phase.value}, not {phase.value}")
+
+    def _tail(self, now: float) -> Push:
+        torch.sub(self.local, self.pulled, out=self._update)
+        return self._push(now, {"reason": "last"}, wait=True)
+
+    def _push(self, now: float, info: dict[str, float | str], *, wait: bool) -> Push:
+        if self._update is not self.outgoing:
+            self.outgoing.copy_(self._update)
+        self._seq += 1
+        self._sent_at = now
+        push = Push(
+            seq=self._seq,
+            version=self._version,
+            n_steps=self._k,
+            n_samples=self._samples,
+            loss=self._loss_sum / self._k,
+            step_s=self._step_s_sum / self._k,
+            exchange_s=self._exchange_s,
+            last=self._ending,
+            info=info,
+        )
+        self._clear_interval()
+        self._in_flight = True
+        if wait:
+            self.phase = Phase.WAITING
+        return push
+
+    def _remember_local(self) -> None:
+        if self._at_push is None:
+            self._at_push = torch.empty_like(self.local)
+        self._at_push.copy_(self.local)
+
+    def _take_over(self, message: State) -> None:
+        if self._k == 0:
+            self._strategy.after_reply(self._state, self.local, self.pulled, message.hint)
+            return
+        # Steps were taken in flight: what they moved is put on top of the state that was pulled. The push has been
+        # received, so its buffer is free to hold that difference.
+        if self._at_push is None:
+            raise LocalProtocolError("steps were taken while waiting for a reply")
+        moved = torch.sub(self.local, self._at_push, out=self._update)
+        self.local.copy_(self._at_push)
+        self._strategy.after_reply(self._state, self.local, self.pulled, message.hint)
+        self.local.add_(moved)
+
+    def _clear_interval(self) -> None:
+        self._k = 0
+        self._samples = 0
+        self._loss_sum = 0.0
+        self._step_s_sum = 0.0
+
+
+@dataclass(slots=True)
+class PushRow:
+    """What pushes.csv says of one push; the columns are described there."""
+
+    t_s: float
+    worker: int
+    seq: int
+    n_steps: int
+    loss: float
+    version: int
+    staleness: int
+    bytes_in: int
+    step_s: float
+    exchange_s: float
+    held_s: float = 0.0
+    info: dict[str, float | str] = field(default_factory=dict)
+
+
+class Outgoing(NamedTuple):
+    """A reply to send: to which worker, what, and which push it closes (None for a first pull).
+
+    `vector` of shape `(d,)` is to be sent as it is at this moment.
+    """
+
+    worker: int
+    message: State
+    vector: Vec
+    row: PushRow | None
+
+
+@dataclass(slots=True)
+class _Member:
+    seq: int = 0
+    row: PushRow | None = None
+    joining: bool = False
+
+
+class ServerCore:
+    """The protocol of the server over the global state.
+
+    Attributes:
+        state: the strategy's server state; `state.x` is the global state, shape `(d,)`.
+        samples: training samples behind all pushes received.
+        steps: local steps behind all pushes received.
+        started: whether all workers have pulled once, which starts the run.
+    """
+
+    def __init__(self, strategy: AnyStrategy, x0: Vec, n_workers: int) -> None:
+        self.state = strategy.init_server(x0, n_workers)
+        self.samples = 0
+        self.steps = 0
+        self.started = False
+        self._strategy = strategy
+        self._columns = frozenset((*STANDARD_INFO, *strategy.columns))
+        self._n_workers = n_workers
+        self._received = 0
+        self._members: dict[int, _Member] = {}
+
+    @property
+    def version(self) -> int:
+        """Number of pushes that are in the global state."""
+        return self._received - self.state.pending
+
+    @property
+    def waiting(self) -> set[int]:
+        """Ranks of the workers that have pushed or pulled and got no reply yet."""
+        return {rank for rank, member in self._members.items() if member.joining or member.row is not None}
+
+    def join(self, worker: int, now: float) -> list[Outgoing]:
+        """Take the first pull of a worker. The first replies leave together, when the last worker has pulled.
+
+        Raises:
+            RemoteProtocolError: the worker pulled before, or its rank is out of range.
+        """
+        if not 0 <= worker < self._n_workers:
+            raise RemoteProtocolError(f"rank {worker} does not exist: there are {self._n_workers} workers")
+        if worker in self._members:
+            raise RemoteProtocolError(f"worker {worker} has pulled already")
+        self._members[worker] = _Member(joining=True)
+        if self.started:
+            return self._admit([worker], now)
+        if len(self._members) < self._n_workers:
+            return []
+        self.started = True
+        return self._admit(sorted(self._members), now)
+
+    def push(self, worker: int, message: Push, vector: Vec, now: float, n_bytes: int) -> list[Outgoing]:
+        """Take a push; returns the replies that are due now.
+
+        Args:
+            worker: rank of the worker.
+            message: its header.
+            vector: shape `(d,)`; handed to the strategy, which may keep it.
+            now: seconds since the start of the run.
+            n_bytes: size of the message on the wire.
+
+        Raises:
+            RemoteProtocolError: the push breaks a rule. Nothing has been applied.
+            LocalProtocolError: the strategy broke a rule.
+        """
+        member = self._members.get(worker)
+        if member is None or not self.started:
+            raise RemoteProtocolError(f"worker {worker} pushed before it pulled")
+        if message.seq <= member.seq:
+            return self._again(worker, member, message, now)
+        if message.seq != member.seq + 1:
+            raise RemoteProtocolError(f"worker {worker} sent push {message.seq} after push {member.seq}")
+        if member.row is not None or member.joining:
+            raise RemoteProtocolError(f"worker {worker} pushed while it waited for a reply")
+        version = self.version
+        if message.version > version:
+            raise RemoteProtocolError(f"worker {worker} claims version {message.version}, the newest is {version}")
+        member.seq = message.seq
+        member.row = PushRow(
+            t_s=now,
+            worker=worker,
+            seq=message.seq,
+            n_steps=message.n_steps,
+            loss=message.loss,
+            version=version,
+            staleness=version - message.version,
+            bytes_in=n_bytes,
+            step_s=message.step_s,
+            exchange_s=message.exchange_s,
+            info=self._checked(dict(message.info)),
+        )
+        self._received += 1
+        self.samples += message.n_samples
+        self.steps += message.n_steps
+        received = Received(
+            worker=worker,
+            vector=vector,
+            n_steps=message.n_steps,
+            loss=message.loss,
+            staleness=member.row.staleness,
+            now=now,
+            step_s=message.step_s,
+            exchange_s=message.exchange_s,
+            bytes=n_bytes,
+            last=message.last,
+            info=message.info,
+        )
+        return self._replies(self._strategy.on_push(self.state, received), now)
+
+    def leave(self, worker: int, now: float) -> tuple[list[Outgoing], PushRow | None]:
+        """Let a worker go; returns the replies that this releases, and its own push if it was never replied to.
+
+        Raises:
+            RemoteProtocolError: there is no such worker.
+        """
+        member = self._members.pop(worker, None)
+        if member is None:
+            raise RemoteProtocolError(f"worker {worker} left, but it was not there")
+        row = member.row
+        if row is not None:
+            row.held_s = now - row.t_s
+        if not self.started:
+            return [], row
+        self.state.members.discard(worker)
+        return self._replies(self._strategy.on_leave(self.state, worker), now), row
+
+    def snapshot(self, now: float, *, final: bool) -> State:
+        """The header for a snapshot of `state.x` as it is now."""
+        return State(version=self.version, t_s=now, samples=self.samples, final=final)
+
+    def _admit(self, workers: list[int], now: float) -> list[Outgoing]:
+        outgoing = []
+        for worker in workers:
+            self.state.members.add(worker)
+            outgoing += self._answer(self._strategy.on_join(self.state, worker), now)
+        self._check_progress()
+        return outgoing
+
+    def _replies(self, replies: Iterable[Reply], now: float) -> list[Outgoing]:
+        outgoing = self._answer(replies, now)
+        self._check_progress()
+        return outgoing
+
+    def _answer(self, replies: Iterable[Reply], now: float) -> list[Outgoing]:
+        outgoing = []
+        for reply in replies:
+            member = self._members.get(reply.to)
+            if member is None or (member.row is None and not member.joining):
+                raise LocalProtocolError(f"the strategy replied to worker {reply.to}, which does not wait for a reply")
+            row, member.row, member.joining = member.row, None, False
+            held_s = 0.0
+            if row is not None:
+                held_s = row.held_s = max(0.0, now - row.t_s)
+                row.info.update(self._checked(dict(reply.info)))
+            header = State(version=self.version, t_s=now, samples=self.samples, held_s=held_s, hint=self._finite(reply))
+            vector = self.state.x if reply.vector is None else reply.vector
+            outgoing.append(Outgoing(reply.to, header, vector, row))
+        return outgoing
+
+    def _again(self, worker: int, member: _Member, message: Push, now: float) -> list[Outgoing]:
+        # A retransmission. Its reply got lost, unless the push still waits for one or is older than the last.
+        if message.seq < member.seq or member.row is not None:
+            return []
+        return [Outgoing(worker, self.snapshot(now, final=False), self.state.x, None)]
+
+    def _checked(self, info: dict[str, float | str]) -> dict[str, float | str]:
+        for key in info:
+            if key not in self._columns:
+                name = type(self._strategy).__name__
+                raise LocalProtocolError(f"the info key '{key}' is not in {name}.columns: add it there")
+        return info
+
+    @staticmethod
+    def _finite(reply: Reply) -> dict[str, float]:
+        for key, value in reply.hint.items():
+            if math.isnan(value):
+                raise LocalProtocolError(f"the hint '{key}' to worker {reply.to} is not a number")
+        return dict(reply.hint)
+
+    def _check_progress(self) -> None:
+        waiting = self.waiting
+        if self.started and self._members and len(waiting) == len(self._members):
+            raise DeadlockError(f"all live workers ({sorted(waiting)}) wait for a reply, and none is due")

@@ -1,0 +1,524 @@
+"""The run folder: what stands in it, writers that survive a kill, and readers. `docs/run-folder.md` is its manual.
+
+A trace is a CSV file that only grows: one row a fact, one line a row. Rows reach the disk whole and in order, so a kill
+can tear the last one at most, and readers drop that one. Anything else that does not fit the schema is damage.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import math
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, SupportsFloat, SupportsIndex, TypeAlias
+
+import msgspec
+
+from sapus_cli.errors import DamagedFileError, RunFailedError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import polars as pl
+
+SCHEMA_VERSION = 1
+"""Version of the run folder's layout. Readers refuse a newer one."""
+
+STATUSES = ("running", "finished", "failed", "interrupted")
+"""The values of `status` in run.json."""
+
+FLUSH_EVERY_S = 0.5
+"""Least time between two flushes by `Trace.tick`, seconds."""
+
+TraceName: TypeAlias = Literal["evals", "pushes", "resources", "events"]
+
+
+class Column(NamedTuple):
+    """A column of a trace.
+
+    Attributes:
+        name: as in the header, with its unit where it has one.
+        dtype: name of the polars dtype; "own" is Float64, or String if a cell of the column is no number.
+        meaning: what a cell says.
+    """
+
+    name: str
+    dtype: Literal["Int64", "Float64", "String", "own"]
+    meaning: str
+
+
+EVALS = (
+    Column("t_s", "Float64", "when the tested state was taken, seconds since the start"),
+    Column("version", "Int64", "pushes applied to the tested state"),
+    Column("samples", "Int64", "training samples behind all pushes received by then"),
+    Column("epoch", "Float64", "samples / size of the training set"),
+    Column("loss", "Float64", "mean loss over the test set"),
+    Column("accuracy", "Float64", "fraction of the test set that is classified rightly, 0 to 1"),
+)
+
+PUSHES = (
+    Column("t_s", "Float64", "when the server received the push, seconds since the start"),
+    Column("worker", "Int64", "rank of the worker, from 0"),
+    Column("seq", "Int64", "number of the push among those of its worker, from 1"),
+    Column("n_steps", "Int64", "update interval: local steps since the worker's last pull"),
+    Column("loss", "Float64", "mean training loss over those steps"),
+    Column("version", "Int64", "version of the global state when the push was received"),
+    Column("staleness", "Int64", "`version` minus the version that the worker had pulled"),
+    Column("weight", "Float64", "factor by which the update was added to the global state"),
+    Column("bytes_in", "Int64", "bytes of the push on the wire, header and payload"),
+    Column("bytes_out", "Int64", "bytes of its reply on the wire, header and payload; 0 if it got none"),
+    Column("step_s", "Float64", "seconds a local step took, mean over the interval"),
+    Column("exchange_s", "Float64", "seconds the worker's exchange before this one took, less `held_s` of that one"),
+    Column("held_s", "Float64", "seconds the server withheld the reply"),
+    Column("reason", "String", "why the worker pushed now; `last` is the end of its budget"),
+    Column("h_min", "Float64", "least update interval the strategy allowed, local steps"),
+    Column("h_max", "Float64", "greatest update interval the strategy allowed, local steps"),
+)
+
+RESOURCES = (
+    Column("t_s", "Float64", "when the sample was taken, seconds since the start"),
+    Column("role", "String", "`server`, `worker` or `evaluator`"),
+    Column("rank", "Int64", "rank within the role, from 0"),
+    Column("cpu_s", "Float64", "CPU time of the process so far, user and system, seconds"),
+    Column("cpu_percent", "Float64", "CPU time since its last sample, percent of one core"),
+    Column("rss_bytes", "Int64", "resident memory of the process, bytes"),
+    Column("rx_bytes", "Int64", "bytes the process has received through its sockets so far"),
+    Column("tx_bytes", "Int64", "bytes the process has sent through its sockets so far"),
+    Column("gpu_percent", "Float64", "load of the GPU that the process uses, percent; empty without one"),
+    Column("gpu_mem_bytes", "Int64", "GPU memory of the process, bytes; empty without one"),
+)
+
+EVENTS = (
+    Column("t_s", "Float64", "when it happened, seconds since the start; 0 before it"),
+    Column("kind", "String", "`join`, `leave`, `crash`, `restart`, `checkpoint`, `fault` or `signal`"),
+    Column("role", "String", "role of the process that it happened to"),
+    Column("rank", "Int64", "rank within the role, from 0"),
+    Column("detail", "String", "one sentence for the reader"),
+)
+
+TRACES: Mapping[TraceName, tuple[Column, ...]] = {
+    "evals": EVALS,
+    "pushes": PUSHES,
+    "resources": RESOURCES,
+    "events": EVENTS,
+}
+
+
+def push_columns(own: Iterable[str]) -> tuple[Column, ...]:
+    """The columns of pushes.csv for a strategy whose own info keys are `own` (its `columns`).
+
+    Raises:
+        UserError: a name is no identifier, occurs twice or is that of a standard column.
+    """
+    columns = list(PUSHES)
+    for name in own:
+        if not name.isidentifier() or any(name == column.name for column in columns):
+            raise UserError(f"the strategy's column '{name}' must be an identifier, and no other column of pushes.csv")
+        columns.append(Column(name, "own", "the strategy's own"))
+    return tuple(columns)
+
+
+class Trace:
+    """Appends rows to one CSV file; one process and one thread write it.
+
+    Rows wait in memory. A flush hands all of them to the system in one write without a buffer in between, so that
+    what a kill of this process can tear is the end of the file. An existing file is continued; its torn last row is
+    cut off first.
+
+    Args:
+        path: the file.
+        columns: its columns, from `TRACES` or `push_columns`.
+
+    Raises:
+        DamagedFileError: the file exists and has another header.
+        RunFailedError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+        self.path = path
+        self._names = tuple(column.name for column in columns)
+        self._known = frozenset(self._names)
+        self._formats = tuple(_FORMATS[column.dtype] for column in columns)
+        self._rows: list[str] = []
+        self._unwritten = b""
+        self._flushed_s = -math.inf
+        try:
+            self._file = path.open("a+b", buffering=0)
+            self._file.seek(0)
+            written = self._file.read()
+            self._file.truncate(written.rfind(b"\n") + 1)
+        except OSError as error:
+            raise RunFailedError(f"cannot write {path}: {error.strerror}") from error
+        header, newline, _ = written.partition(b"\n")
+        expected = ",".join(self._names)
+        if not newline:
+            self._rows.append(expected)
+        elif header != expected.encode():
+            self._file.close()
+            raise DamagedFileError(f"{path}: cannot be continued, its header is not '{expected}'")
+
+    def row(self, values: Mapping[str, object] | Sequence[object]) -> None:
+        """Add a row: cells by column name, or all of them in order. None and a name left out are an empty cell.
+
+        Floats are written with every digit that they have. A line break within a text becomes a space, since a row
+        is a line.
+
+        Raises:
+            ValueError: a name is no column, or the number of cells is wrong.
+            TypeError: a cell is not of its column's type; a truth value never is.
+        """
+        if isinstance(values, Mapping):
+            if not self._known.issuperset(values):
+                raise ValueError(f"{self.path.name} has no column {sorted(values.keys() - self._known)}")
+            cells: Sequence[object] = [values.get(name) for name in self._names]
+        else:
+            cells = values
+            if len(cells) != len(self._names):
+                raise ValueError(f"{self.path.name} has {len(self._names)} columns, not {len(cells)}")
+        try:
+            texts = ["" if cell is None else text(cell) for text, cell in zip(self._formats, cells, strict=True)]
+        except TypeError as error:
+            raise TypeError(f"{self.path.name}: {error}, in {dict(zip(self._names, cells, strict=True))}") from error
+        self._rows.append(",".join(texts))
+
+    def tick(self, now: float) -> None:
+        """Flush if rows wait and the last flush was `FLUSH_EVERY_S` ago or more.
+
+        Args:
+            now: seconds on a monotonic clock of the real world, also in virtual time: a kill is real.
+
+        Raises:
+            RunFailedError: the system does not take the rows.
+        """
+        if now - self._flushed_s >= FLUSH_EVERY_S and (self._rows or self._unwritten):
+            self._flushed_s = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all rows that wait.
+
+        Raises:
+            RunFailedError: the system does not take them, as on a full disk. They are kept for the next flush.
+        """
+        if self._rows:
+            rows = "\n".join(self._rows) + "\n"
+            self._unwritten += rows.encode("utf-8", "backslashreplace")
+            self._rows.clear()
+        try:
+            while self._unwritten:
+                # A full disk takes a part; what follows must begin where it ended, or a row would be torn inside.
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            raise RunFailedError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Flush and close; a second call does nothing.
+
+        Raises:
+            RunFailedError: the system does not take the rows.
+        """
+        if self._file.closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _float_cell(value: Any) -> str:
+    if type(value) is float:
+        return repr(value)
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{value!r} is not a number")
+    return repr(float(value))
+
+
+def _int_cell(value: Any) -> str:
+    if type(value) is int:
+        return repr(value)
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{value!r} is not a whole number")
+    return repr(int(value))
+
+
+_AWKWARD = re.compile(r'[,"\r\n]')
+_BREAK = re.compile(r"[\r\n]+")
+
+
+def _text_cell(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    if value and not _AWKWARD.search(value):
+        return str(value)
+    # An empty text is written as "", which is not the same as no text.
+    return '"' + _BREAK.sub(" ", value).replace('"', '""') + '"'
+
+
+def _own_cell(value: Any) -> str:
+    return _text_cell(value) if isinstance(value, str) else _float_cell(value)
+
+
+_FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "Float64": _float_cell,
+    "Int64": _int_cell,
+    "String": _text_cell,
+    "own": _own_cell,
+}
+
+_QUOTED = r'"(?:[^"]|"")*"'
+
+
+class _Fault(NamedTuple):
+    row: int  # the first below the header is 1
+    what: str
+
+
+def read_trace(folder: Path, name: TraceName) -> pl.DataFrame:
+    """The rows of one trace, with the dtypes of the schema; a torn last row is dropped.
+
+    A file that is missing or has no row yet gives an empty frame.
+
+    Args:
+        folder: the run folder.
+        name: the file's name without `.csv`.
+
+    Raises:
+        DamagedFileError: the file cannot be read, or its header or a row before the last does not fit the schema.
+    """
+    path = folder / f"{name}.csv"
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        data = b""
+    except OSError as error:
+        raise DamagedFileError(f"{path}: cannot be read: {error.strerror}") from error
+    whole = data[: data.rfind(b"\n") + 1]
+    header, _, body = whole.partition(b"\n")
+    columns = _columns(path, name, header) if whole else TRACES[name]
+    try:
+        rows = body.decode().split("\n")[:-1]
+    except UnicodeDecodeError as error:
+        row = body.count(b"\n", 0, error.start) + 1
+        raise DamagedFileError(f"{path}: row {row} (line {row + 1}) is not UTF-8") from error
+    frame = _parse(columns, rows)
+    if isinstance(frame, _Fault) and frame.row == len(rows) and len(whole) == len(data):
+        frame = _parse(columns, rows[:-1])
+    if isinstance(frame, _Fault):
+        raise DamagedFileError(f"{path}: row {frame.row} (line {frame.row + 1}) {frame.what}")
+    return frame
+
+
+def _columns(path: Path, name: TraceName, header: bytes) -> tuple[Column, ...]:
+    names = header.decode("utf-8", "replace").split(",")
+    columns = TRACES[name]
+    if name == "pushes":
+        try:
+            columns = push_columns(names[len(PUSHES) :])
+        except UserError:
+            columns = ()
+    if names != [column.name for column in columns]:
+        raise DamagedFileError(f"{path}: row 0 (line 1) is not the header of {name}.csv, schema {SCHEMA_VERSION}")
+    return columns
+
+
+def _parse(columns: Sequence[Column], rows: list[str]) -> pl.DataFrame | _Fault:
+    import polars as pl  # noqa: PLC0415 - those who only write do without it
+
+    # Polars fills up a row that is too short, so the cells are counted first, commas within a quoted text aside.
+    bare = pl.Series(rows, dtype=pl.String).str.replace_all(_QUOTED, "")
+    misshapen = (bare.str.count_matches(",", literal=True) != len(columns) - 1) | bare.str.contains('"', literal=True)
+    if misshapen.any():
+        return _Fault(misshapen.arg_true()[0] + 1, f"does not have {len(columns)} cells")
+
+    schema = dict.fromkeys((column.name for column in columns), pl.String)
+    if not rows:
+        cells = pl.DataFrame(schema=schema)
+    else:
+        cells = pl.read_csv("\n".join(rows).encode(), has_header=False, schema=schema)
+    faults, parsed = [], []
+    for (name, dtype, _), texts in zip(columns, cells, strict=True):
+        if dtype == "String":
+            parsed.append(texts)
+            continue
+        numbers = texts.cast(pl.Int64 if dtype == "Int64" else pl.Float64, strict=False)
+        lost = (numbers.is_null() & texts.is_not_null()).arg_true()
+        if len(lost) and dtype == "own":
+            parsed.append(texts)
+            continue
+        if len(lost):
+            faults.append(_Fault(lost[0] + 1, f"holds '{texts[lost[0]]}' in column '{name}', which is no {dtype}"))
+        parsed.append(numbers)
+    return min(faults) if faults else pl.DataFrame(parsed)
+
+
+def check_results(results: Path) -> None:
+    """Check, without creating anything, that runs can be written below `results`, which need not exist yet.
+
+    Raises:
+        UserError: the nearest path above it that exists is no directory, or may not be written.
+    """
+    place = results.absolute()
+    # A symbolic link into nowhere counts as existing: nothing can be created under its name.
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"cannot write results to {results}: {place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write results to {results}: {place} may not be written; choose another folder")
+
+
+def create_run_folder(results: Path, name: str | None, strategy: str, workers: int, seed: int) -> Path:
+    """Create the folder of a new run, with its empty folders `logs` and `checkpoint`.
+
+    Its name is `<utc time>_<strategy>_w<workers>_s<seed>`, with `_2`, `_3`, ... behind it where another run has that
+    name; several processes may call this at once.
+
+    Args:
+        results: where runs are put; created if it is missing.
+        name: name of the folder instead of the one above.
+        strategy: name of the strategy, or `package.module:Class`.
+        workers: number of workers.
+        seed: the run's seed.
+
+    Raises:
+        UserError: the name is taken or is not one plain path component, or the folder cannot be created.
+    """
+    if name is not None and (name in {"", ".", ".."} or re.search(r"[/\\]", name) or not name.isprintable()):
+        raise UserError(f"run name {name!r}: must be one folder name, without a slash")
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    stem = f"{now}_{re.sub(r'[^A-Za-z0-9_.-]+', '-', strategy)[:100]}_w{workers}_s{seed}"
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        folder = _mkdir(results, [name] if name is not None else _numbered(stem))
+        for inner in ("logs", "checkpoint"):
+            (folder / inner).mkdir()
+    except OSError as error:
+        raise UserError(f"cannot create a run in {results}: {error.strerror}; choose another folder") from error
+    return folder
+
+
+def _numbered(stem: str) -> Iterable[str]:
+    yield stem
+    for n in itertools.count(2):
+        yield f"{stem}_{n}"
+
+
+def _mkdir(results: Path, names: Iterable[str]) -> Path:
+    for name in names:
+        try:
+            (results / name).mkdir()
+        except FileExistsError:
+            continue
+        return results / name
+    raise UserError(f"the run {results / name} exists already; choose another name")
+
+
+def write_run(folder: Path, data: Mapping[str, object]) -> None:
+    """Write run.json: a reader sees the old file or the new one, never a part. One process writes it.
+
+    Args:
+        folder: the run folder.
+        data: what msgspec can write as JSON. NaN and infinity become null.
+
+    Raises:
+        RunFailedError: the system does not take it, as on a full disk.
+    """
+    stamped = {"schema_version": SCHEMA_VERSION, **{key: data[key] for key in data if key != "schema_version"}}
+    path = folder / "run.json"
+    temporary = folder / "run.json.tmp"
+    try:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(stamped), indent=2) + b"\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise RunFailedError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What run.json says.
+
+    Raises:
+        UserError: there is no run in the folder.
+        DamagedFileError: the file is no run.json, or was written by a newer sapus.
+    """
+    path = folder / "run.json"
+    try:
+        run = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"no run in {folder}: there is no run.json") from error
+    except OSError as error:
+        raise DamagedFileError(f"{path}: cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DamagedFileError(f"{path}: is not the JSON of a run: {error}") from error
+    version = run.get("schema_version")
+    if type(version) is not int or version < 1:
+        raise DamagedFileError(f"{path}: schema_version is {version!r}, not a number from 1")
+    if version > SCHEMA_VERSION:
+        raise DamagedFileError(
+            f"{path}: has schema version {version}, this sapus reads up to {SCHEMA_VERSION}; update sapus"
+        )
+    return run
+
+
+def environment() -> dict[str, object]:
+    """What a run was made with, for run.json: `versions`, `host` and `git`.
+
+    A version is None where the package is not installed. `git` is the commit of the work tree around the current
+    directory and whether tracked files differ from it, or None outside of one.
+    """
+    import zmq  # noqa: PLC0415 - readers do without it
+
+    packages = ("sapus", "torch", "torchvision", "numpy", "pyzmq", "msgspec", "polars")
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in packages},
+            "libzmq": zmq.zmq_version(),
+        },
+        "host": {
+            "hostname": platform.node(),
+            "platform": platform.platform(),
+            "cpu": _cpu_model(),
+            "logical_cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
+        "git": _git(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        cpuinfo = ""
+    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return model[1] if model else platform.processor() or None
+
+
+def _git() -> dict[str, object] | None:
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        output = subprocess.run(command, capture_output=True, check=True, text=True, timeout=2).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit = output.removesuffix("-dirty")
+    return {"commit": commit, "dirty": commit != output}
