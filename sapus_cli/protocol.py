@@ -30,6 +30,8 @@ from sapus_cli.strategy import STANDARD_INFO, AnyStrategy, Received, Reply, Step
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from sapus_cli.strategy import ServerState
+
 
 class Phase(Enum):
     """Where a worker stands."""
@@ -255,7 +257,7 @@ class ServerCore:
     """
 
     def __init__(self, strategy: AnyStrategy, x0: Vec, n_workers: int) -> None:
-        self.state = strategy.init_server(x0, n_workers)
+        self.state: ServerState = strategy.init_server(x0, n_workers)
         self.samples = 0
         self.steps = 0
         self.started = False

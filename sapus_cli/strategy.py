@@ -151,7 +151,9 @@ class Strategy(Protocol[WorkerState, State]):
         """Decide after every local step whether to push now. Not called while an exchange is in flight."""
 
     def after_reply(self, w: WorkerState, local: Vec, pulled: Vec, hint: Mapping[str, float]) -> None:
-        """Take over what the server sent. `local` is to be changed in place; by default it becomes `pulled`.
+        """Take over what the server sent in reply to a push.
+
+        `local` is to be changed in place; by default it becomes `pulled`.
 
         After a push with `wait=False`, `local` holds the state at the push when this is called; the steps taken in
         flight are added to the result by the caller.
@@ -175,7 +177,7 @@ class Strategy(Protocol[WorkerState, State]):
         return ()
 
 
-AnyStrategy: TypeAlias = "Strategy[object, ServerState]"
+AnyStrategy: TypeAlias = Strategy[Any, Any]
 
 
 @dataclass
@@ -188,6 +190,7 @@ class Round(ServerState):
 
     early: dict[int, Vec] = field(default_factory=dict)
     added: set[int] = field(default_factory=set)
+    count: int = 0
     total: Vec | None = None
 
     def arrive(self, worker: int, vector: Vec) -> None:
@@ -199,7 +202,9 @@ class Round(ServerState):
     def complete(self) -> bool:
         """Whether somebody has pushed and every live worker has."""
         self._add()
-        return bool(self.added) and self.members <= self.added
+        # Who left and came back under the same rank has not pushed again yet.
+        self.added &= self.members
+        return self.count > 0 and self.members <= self.added
 
     def mean(self) -> Vec:
         """End the round: the mean of what was pushed, shape `(d,)`. Valid until the next push arrives.
@@ -207,18 +212,18 @@ class Round(ServerState):
         Raises:
             ValueError: nobody has pushed.
         """
-        if self.total is None or not self.added:
+        if self.total is None or self.count == 0:
             raise ValueError("a round without a push has no mean")
-        self.total.div_(len(self.added))
+        self.total.div_(self.count)
         self.added.clear()
-        self.pending = 0
+        self.count = self.pending = 0
         return self.total
 
     def average(self) -> list[Reply]:
         """Once the round is complete: add the mean to the global state and let everybody go."""
         if not self.complete():
             return []
-        weight = 1 / len(self.added)
+        weight = 1 / self.count
         self.x.add_(self.mean())
         return self.release({"weight": weight})
 
@@ -228,16 +233,17 @@ class Round(ServerState):
 
     def _add(self) -> None:
         for worker in sorted(self.early):
-            if any(m < worker and m not in self.added for m in self.members):
-                return
+            if worker in self.members and any(m < worker and m not in self.added for m in self.members):
+                continue
             vector = self.early.pop(worker)
             if self.total is None:
                 self.total = vector.clone()
-            elif self.added:
+            elif self.count:
                 self.total.add_(vector)
             else:
                 self.total.copy_(vector)
             self.added.add(worker)
+            self.count += 1
 
 
 def require_whole(name: str, value: float, least: int) -> None:

@@ -45,9 +45,9 @@ def _headline(console: Console, run: Path, record: dict[str, Any]) -> None:
     console.print(f"[bold]{run.name}[/bold]  {record['status']}", highlight=False)
     console.print(
         f"{config['strategy']} {params}".strip()
-        + f": {config['model']} on {config['dataset']} ({config['partition']}), {record['model']['elements']:,} elements, "
-        f"{config['workers']} workers, batch {config['batch_size']}, {config['optimizer']} lr {config['lr']:g}, "
-        f"seed {config['seed']}",
+        + f": {config['model']} on {config['dataset']} ({config['partition']}), "
+        f"{record['model']['elements']:,} elements, {config['workers']} workers, batch {config['batch_size']}, "
+        f"{config['optimizer']} lr {config['lr']:g}, seed {config['seed']}",
         highlight=False,
     )
     if record.get("failure"):
@@ -84,29 +84,16 @@ def _workers(console: Console, pushes: pl.DataFrame) -> None:
     if pushes.is_empty():
         return
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in (
-        "worker",
-        "pushes",
-        "steps",
-        "interval",
-        "staleness",
-        "step ms",
-        "exchange ms",
-        "held ms",
-        "MB in",
-        "out",
-    ):
-        table.add_column(column, justify="right")
+    columns = "worker pushes steps interval staleness step_ms exchange_ms held_ms in_MB out_MB"
+    for column in columns.split():
+        table.add_column(column.replace("_", " "), justify="right")
     per_worker = pushes.group_by("worker").agg(
         pl.len().alias("pushes"),
         pl.col("n_steps").sum().alias("steps"),
         pl.col("n_steps").mean().alias("interval"),
         pl.col("staleness").mean(),
-        (1000 * pl.col("step_s")).mean(),
-        (1000 * pl.col("exchange_s")).mean(),
-        (1000 * pl.col("held_s")).mean(),
-        (pl.col("bytes_in").sum() / 1e6),
-        (pl.col("bytes_out").sum() / 1e6),
+        *(pl.col(seconds).mean() * 1000 for seconds in ("step_s", "exchange_s", "held_s")),
+        *(pl.col(n_bytes).sum() / 1e6 for n_bytes in ("bytes_in", "bytes_out")),
     )
     for worker, n, steps, *others in per_worker.sort("worker").iter_rows():
         table.add_row(str(worker), str(n), str(steps), *(f"{value:.1f}" for value in others))

@@ -431,7 +431,9 @@ def _from_files(name: str, data_dir: Path | None) -> DataSet:
     ) as error:
         detail = _one_line(error) or type(error).__name__
         folder = root / _FILE_SETS[name].folder
-        raise UserError(f"data set '{name}': the files in {folder} cannot be read ({detail}); fetch them again") from None
+        raise UserError(
+            f"data set '{name}': the files in {folder} cannot be read ({detail}); fetch them again"
+        ) from None
     for images, labels in (train, test):
         if (
             len(images) != len(labels)
@@ -457,7 +459,7 @@ def _read_files(name: str, root: Path, *, train: bool, download: bool) -> tuple[
 
 @contextlib.contextmanager
 def _numpy_pickles() -> Iterator[None]:
-    """The CIFAR files are pickles of a numpy of 2009; today's warns about how they spell a dtype."""
+    """Keep numpy 2.4.0 to 2.4.4 from warning of how the pickles of CIFAR, of 2009, spell a dtype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=np.exceptions.VisibleDeprecationWarning)
         yield

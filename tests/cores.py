@@ -1,0 +1,101 @@
+"""The real cores over a pretended link: every message crosses the codec, events happen in whatever order is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sapus_cli.codec import Pull, Push, State, decode_from_client, decode_from_server, encode
+from sapus_cli.protocol import Outgoing, Phase, PushRow, ServerCore, WorkerCore
+from sapus_cli.strategy import Vec
+
+Gradient = Callable[[int, Vec], Vec]
+"""Rank and local state -> gradient, shape `(d,)`."""
+Choose = Callable[[Sequence[tuple[str, int]]], tuple[str, int]]
+"""Which of the events that can happen now happens next."""
+
+
+@dataclass
+class InMemory:
+    """N workers that descend a gradient, and a server. Time is the number of events so far."""
+
+    strategy: Any
+    x0: Vec
+    n_workers: int
+    gradient: Gradient
+    lr: float
+    steps: int
+    workers: list[WorkerCore] = field(init=False)
+    server: ServerCore = field(init=False)
+    rows: list[PushRow] = field(default_factory=list)
+    now: int = 0
+
+    def __post_init__(self) -> None:
+        self.server = ServerCore(self.strategy, self.x0.clone(), self.n_workers)
+        self.workers = [WorkerCore(self.strategy, torch.zeros_like(self.x0), r) for r in range(self.n_workers)]
+        self.to_server: list[list[tuple[bytes, Vec]]] = [[] for _ in self.workers]
+        self.to_worker: list[list[tuple[bytes, Vec]]] = [[] for _ in self.workers]
+        self.left: set[int] = set()
+        for rank, worker in enumerate(self.workers):
+            self.to_server[rank].append((encode(worker.pull("f")), torch.empty(0)))
+
+    @property
+    def x(self) -> Vec:
+        """Global state."""
+        return self.server.state.x
+
+    def possible(self) -> list[tuple[str, int]]:
+        """Every event that can happen now."""
+        events = [("send", r) for r, queue in enumerate(self.to_server) if queue]
+        events += [("reply", r) for r, queue in enumerate(self.to_worker) if queue]
+        events += [("step", r) for r, w in enumerate(self.workers) if w.phase is Phase.COMPUTING]
+        events += [("leave", r) for r, w in enumerate(self.workers) if w.phase is Phase.DONE and r not in self.left]
+        return events
+
+    def run(self, choose: Choose = lambda events: events[0]) -> InMemory:
+        """Go on until everybody has left."""
+        while len(self.left) < self.n_workers:
+            events = self.possible()
+            assert events, f"nothing can happen, but only {self.left} have left"
+            self.happen(*choose(events))
+        return self
+
+    def happen(self, event: str, rank: int) -> None:
+        """One event."""
+        self.now += 1
+        if event == "send":
+            header, vector = self.to_server[rank].pop(0)
+            message = decode_from_client(header)
+            if isinstance(message, Pull):
+                self._deliver(self.server.join(rank, self.now))
+            elif isinstance(message, Push):
+                self._deliver(self.server.push(rank, message, vector, self.now, len(header) + 4 * vector.numel()))
+        elif event == "reply":
+            header, vector = self.to_worker[rank].pop(0)
+            state = decode_from_server(header)
+            assert isinstance(state, State)
+            self.workers[rank].incoming.copy_(vector)
+            self._send(rank, self.workers[rank].on_state(state, self.now))
+        elif event == "step":
+            worker = self.workers[rank]
+            gradient = self.gradient(rank, worker.local)
+            worker.local.sub_(gradient, alpha=self.lr)
+            last = worker.steps + 1 == self.steps
+            self._send(rank, worker.after_step(float(gradient.square().sum()), 1, 1.0, self.now, last=last))
+        else:
+            self.left.add(rank)
+            replies, row = self.server.leave(rank, self.now)
+            self.rows += [row] if row else []
+            self._deliver(replies)
+
+    def _send(self, rank: int, push: Push | None) -> None:
+        if push is not None:
+            self.to_server[rank].append((encode(push), self.workers[rank].outgoing.clone()))
+
+    def _deliver(self, replies: list[Outgoing]) -> None:
+        for reply in replies:
+            self.to_worker[reply.worker].append((encode(reply.message), reply.vector.clone()))
+            self.rows += [reply.row] if reply.row else []
