@@ -9,8 +9,6 @@ import msgspec
 
 from sapus_cli.errors import UserError
 
-DEFAULT_EPOCHS = 40.0
-
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run: one strategy on one workload with one seed.

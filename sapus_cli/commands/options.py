@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from sapus_cli.config import DEFAULT_EPOCHS, RunConfig
+from sapus_cli.config import RunConfig
 from sapus_cli.errors import UserError
-from sapus_cli.workloads import default_model
+from sapus_cli.workloads import default_epochs, default_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ def _config(
             "--epochs",
             text="Passes over the training set, all workers together.",
             panel=BUDGET,
-            show_default=f"{DEFAULT_EPOCHS:g}",
+            show_default="120 for digits, 30 for mnist5k, 3 for pydoc, else 10",
         ),
     ] = None,
     steps: Annotated[int | None, _option("--steps", text="Local steps of each worker.", panel=BUDGET)] = None,
@@ -102,7 +102,7 @@ def _config(
     ] = 0.5,
 ) -> RunConfig:
     if epochs is None and steps is None and seconds is None:
-        epochs = DEFAULT_EPOCHS
+        epochs = default_epochs(dataset)
     return RunConfig(
         strategy=strategy,
         params=_params(param or []),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sapus_cli.commands.options import takes_run_options
 from sapus_cli.config import RunConfig  # noqa: TC001 - typer reads the annotations
 from sapus_cli.errors import UserError
-
-if TYPE_CHECKING:
-    from sapus_cli.drivers.launch import Launcher
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -36,12 +33,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary, and only it, as JSON on stdout.")] = False,
 ) -> int:
     """Train a model with one strategy: a server, N workers and an evaluator on this machine."""
-    from sapus_cli.commands import view  # noqa: PLC0415 - heavy imports wait until they are needed
-    from sapus_cli.drivers.launch import Launcher  # noqa: PLC0415
-
     endpoint = loopback_endpoint("*" if port is None else str(port))
-    launcher = Launcher(config, results, name, view.observer(quiet=quiet, as_json=as_json), endpoint=endpoint)
-    return finish(launcher, quiet=quiet, as_json=as_json)
+    return launch(config, results, name, endpoint, own_workers=True, quiet=quiet, as_json=as_json)
 
 
 def loopback_endpoint(port: str) -> str:
@@ -55,11 +48,22 @@ def loopback_endpoint(port: str) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
-def finish(launcher: Launcher, *, quiet: bool, as_json: bool) -> int:
+def launch(
+    config: RunConfig,
+    results: Path,
+    name: str | None,
+    endpoint: str,
+    *,
+    own_workers: bool,
+    quiet: bool,
+    as_json: bool,
+) -> int:
     """Run to the end and print how it went."""
-    from sapus_cli.commands import view  # noqa: PLC0415
+    from sapus_cli.commands import view  # noqa: PLC0415 - heavy imports wait until they are needed
+    from sapus_cli.drivers.launch import Launcher  # noqa: PLC0415
 
-    outcome = launcher.run()
+    with view.Views(quiet=quiet, as_json=as_json, by_hand=not own_workers) as views:
+        outcome = Launcher(config, results, name, views, endpoint=endpoint, own_workers=own_workers).run()
     if as_json:
         view.print_json(outcome)
     elif not quiet:

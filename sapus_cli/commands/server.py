@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sapus_cli.commands.options import takes_run_options
-from sapus_cli.commands.run import finish, loopback_endpoint
+from sapus_cli.commands.run import launch, loopback_endpoint
 from sapus_cli.config import RunConfig  # noqa: TC001 - typer reads the annotations
 from sapus_cli.errors import UserError
 
@@ -35,18 +35,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary, and only it, as JSON on stdout.")] = False,
 ) -> int:
     """Start the server and the evaluator of a run, and wait for workers started by hand."""
-    from sapus_cli.commands import view  # noqa: PLC0415 - heavy imports wait until they are needed
-    from sapus_cli.drivers.launch import Launcher  # noqa: PLC0415
-
-    launcher = Launcher(
-        config,
-        results,
-        name,
-        view.observer(quiet=quiet, as_json=as_json, by_hand=True),
-        endpoint=checked_endpoint(bind),
-        own_workers=False,
-    )
-    return finish(launcher, quiet=quiet, as_json=as_json)
+    endpoint = checked_endpoint(bind)
+    return launch(config, results, name, endpoint, own_workers=False, quiet=quiet, as_json=as_json)
 
 
 def checked_endpoint(bind: str) -> str:

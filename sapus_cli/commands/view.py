@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,18 +25,43 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 2.0
 RATE_WINDOW_S = 2.0
 MOST_WORKERS_SHOWN = 16
+FIGURES_A_LINE = 3
 
 
-def observer(*, quiet: bool, as_json: bool, by_hand: bool = False) -> Callable[[Plan], Observer]:
-    """The view that suits where the output goes: live on a terminal, plain lines elsewhere, or none.
+class Views:
+    """Makes the view that suits where the output goes: live on a terminal, plain lines elsewhere, or none.
 
-    With workers started by hand it is always lines, and the first says where to connect.
+    Until the run can be described, a terminal shows that something is under way. With workers started by hand the view
+    is always lines, and the first says where to connect.
     """
-    if by_hand:
-        return ByHandView
-    if quiet or as_json:
-        return Quiet
-    return LiveView if Console(stderr=True).is_terminal else PlainView
+
+    def __init__(self, *, quiet: bool, as_json: bool, by_hand: bool = False) -> None:
+        console = Console(stderr=True)
+        self._kind: Callable[[Plan], Observer] = PlainView
+        if by_hand:
+            self._kind = ByHandView
+        elif quiet or as_json:
+            self._kind = Quiet
+        elif console.is_terminal:
+            self._kind = LiveView
+        self._starting = console.status("starting: loading torch, preparing data") if self._kind is LiveView else None
+
+    def __enter__(self) -> Self:
+        if self._starting:
+            self._starting.start()
+        return self
+
+    def __call__(self, plan: Plan) -> Observer:
+        """The view of a run that is about to start."""
+        self._stop()
+        return self._kind(plan)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._starting:
+            self._starting.stop()
 
 
 class Quiet:
@@ -202,18 +227,20 @@ class LiveView(_Figures):
         figures = self.figures()
         parts: list[RenderableType] = [self._bar]
         if figures:
-            line = Table.grid(padding=(0, 2))
-            line.add_row(*(f"[dim]{name}[/dim] [bold]{value}[/bold]" for name, value in figures.items()))
-            parts.append(line)
+            grid = Table.grid(padding=(0, 3))
+            cells = [f"[dim]{name}[/dim] [bold]{value}[/bold]" for name, value in figures.items()]
+            for first in range(0, len(cells), FIGURES_A_LINE):
+                grid.add_row(*cells[first : first + FIGURES_A_LINE])
+            parts.append(grid)
         if self.latest is not None:
             parts.append(self._workers(self.latest))
         return Group(*parts)
 
     def _workers(self, status: Status) -> Table:
-        table = Table(box=None, padding=(0, 2), header_style="dim")
+        table = Table(box=None, padding=(0, 1), header_style="dim")
         for column in ("worker", "steps", "pushes", "interval", "loss", "in MB", "out MB"):
             table.add_column(column, justify="right")
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         for worker in status.workers[:MOST_WORKERS_SHOWN]:
             loss = f"{worker.loss:.3f}" if math.isfinite(worker.loss) else "-"
             table.add_row(

@@ -61,6 +61,11 @@ def default_model(dataset: str) -> str:
     return "gpt" if dataset == "pydoc" else "cnn"
 
 
+def default_epochs(dataset: str) -> float:
+    """How many passes a run over this data set makes if nothing else is asked for."""
+    return {"digits": 120.0, "mnist5k": 30.0, "pydoc": 3.0}.get(dataset, 10.0)
+
+
 def check_dataset(dataset: str) -> None:
     """Refuse a data set that does not exist.
 

@@ -1,0 +1,46 @@
+"""What the pages say can be done is done."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from processes import sapus
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of one language in a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    """A folder with the strategy of CONTRIBUTING.md."""
+    (tmp_path / "half.py").write_text(blocks("CONTRIBUTING.md", "python")[0])
+    return tmp_path
+
+
+def test_the_strategy_in_30_lines_has_30_lines_and_trains(half: Path) -> None:
+    lines = [line for line in (half / "half.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= 30
+    done = sapus("run", "-s", "half:HalfAsync", "--param", "h=8", "-w", "3", "--epochs", "40", "--json", cwd=half)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["accuracy"] > 0.8
+
+
+def test_its_page_and_its_range_are_shown(half: Path) -> None:
+    page = sapus("strategies", "half:HalfAsync", cwd=half)
+    assert "made up for this page" in page.stdout
+    wrong = sapus("run", "-s", "half:HalfAsync", "--param", "h=0", cwd=half)
+    assert wrong.returncode == 2
+    assert wrong.stderr.strip() == "sapus: strategy half:HalfAsync: h = 0: must be a whole number of at least 1"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
