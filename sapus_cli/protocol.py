@@ -30,7 +30,7 @@ from sapus_cli.strategy import STANDARD_INFO, AnyStrategy, Received, Reply, Step
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sapus_cli.strategy import ServerState
+    from sapus_cli.strategy import ServerState, Setting
 
 
 class Phase(Enum):
@@ -256,8 +256,10 @@ class ServerCore:
         started: whether all workers have pulled once, which starts the run.
     """
 
-    def __init__(self, strategy: AnyStrategy, x0: Vec, n_workers: int) -> None:
+    def __init__(self, strategy: AnyStrategy, x0: Vec, n_workers: int, setting: Setting | None = None) -> None:
         self.state: ServerState = strategy.init_server(x0, n_workers)
+        if setting is not None:
+            self.state.setting = setting
         self.samples = 0
         self.steps = 0
         self.started = False
@@ -295,7 +297,9 @@ class ServerCore:
         self.started = True
         return self._admit(sorted(self._members), now)
 
-    def push(self, worker: int, message: Push, vector: Vec, now: float, n_bytes: int) -> list[Outgoing]:
+    def push(
+        self, worker: int, message: Push, vector: Vec, now: float, n_bytes: int, cpu_s: float = 0.0
+    ) -> list[Outgoing]:
         """Take a push; returns the replies that are due now.
 
         Args:
@@ -304,6 +308,7 @@ class ServerCore:
             vector: shape `(d,)`; handed to the strategy, which may keep it.
             now: seconds since the start of the run.
             n_bytes: size of the message on the wire.
+            cpu_s: CPU seconds that the server has used in this run so far.
 
         Raises:
             RemoteProtocolError: the push breaks a rule. Nothing has been applied.
@@ -350,6 +355,7 @@ class ServerCore:
             bytes=n_bytes,
             last=message.last,
             info=message.info,
+            server_cpu_s=cpu_s,
         )
         return self._replies(self._strategy.on_push(self.state, received), now)
 

@@ -87,6 +87,7 @@ class Received(NamedTuple):
         bytes: size of this push on the wire.
         last: the worker's budget ends with this push.
         info: what the worker half put into `Push.info`.
+        server_cpu_s: CPU seconds that the server has used in this run so far.
     """
 
     worker: int
@@ -100,6 +101,7 @@ class Received(NamedTuple):
     bytes: int = 0
     last: bool = False
     info: Info = NOTHING
+    server_cpu_s: float = 0.0
 
 
 class Reply(NamedTuple):
@@ -118,12 +120,30 @@ class Reply(NamedTuple):
     info: Info = NOTHING
 
 
+class Setting(NamedTuple):
+    """What a strategy may know of where it runs.
+
+    Attributes:
+        link_bytes_per_s: rate of the server's link in each direction; None if nobody has said, so that it has to be
+            measured.
+        server_cores: cores that can apply pushes at the same time; the server has one thread.
+        memory_bytes: what the server may hold of pushes in flight.
+        momentum: that of the local optimizer (0.9 for AdamW's first moment).
+    """
+
+    link_bytes_per_s: float | None = None
+    server_cores: float = 1.0
+    memory_bytes: float = math.inf
+    momentum: float = 0.0
+
+
 @dataclass
 class ServerState:
     """What every server half keeps; strategies add to it by subclassing.
 
     Attributes:
         x: the global state, shape `(d,)`, updated in place.
+        setting: where it runs; the caller sets it after `init_server`.
         members: ranks of the live workers; the caller keeps it, before `on_join` and `on_leave` are called.
         pending: pushes received that are not in `x` yet. The version of the global state is the number of pushes
             received less this, so a strategy that collects pushes before it applies them keeps it current.
@@ -132,6 +152,7 @@ class ServerState:
     x: Vec
     members: set[int] = field(default_factory=set)
     pending: int = 0
+    setting: Setting = field(default_factory=Setting)
 
 
 class Strategy(Protocol[WorkerState, State]):

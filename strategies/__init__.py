@@ -15,6 +15,8 @@ REGISTRY: dict[str, str] = {
     "local-sgd": "strategies.local_sgd:LocalSgd",
     "local-sgd-async": "strategies.local_sgd_async:LocalSgdAsync",
     "post-local-sgd": "strategies.post_local_sgd:PostLocalSgd",
+    "sapus": "strategies.sapus:Sapus",
+    "sapus-weighted": "strategies.sapus_weighted:SapusWeighted",
     "selsync": "strategies.selsync:SelSync",
     "ssp": "strategies.ssp:Ssp",
 }

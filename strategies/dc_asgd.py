@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from sapus_cli.strategy import Push, Received, Reply, Step, Strategy, Vec, require_between
 from strategies.asp import Weighted
 
@@ -72,7 +70,7 @@ class DcAsgd(Strategy[None, Backups]):
         """Fix the weight of every push."""
         s = Backups(x0, weight=1 / n_workers if self.scale == "mean" else 1.0)
         if self.variant == "adaptive":
-            s.mean_square, s.scratch = torch.zeros_like(x0), torch.empty_like(x0)
+            s.mean_square, s.scratch = x0.new_zeros(x0.shape), x0.clone()
         return s
 
     def on_push(self, s: Backups, msg: Received) -> Sequence[Reply]:
@@ -81,7 +79,7 @@ class DcAsgd(Strategy[None, Backups]):
         factor = pulled.sub_(s.x).mul_(u)
         if s.mean_square is not None:
             s.mean_square.mul_(self.m).addcmul_(u, u, value=1 - self.m)
-            factor.div_(torch.add(s.mean_square, TINY, out=s.scratch).sqrt_())
+            factor.div_(s.scratch.copy_(s.mean_square).add_(TINY).sqrt_())
         factor.mul_(self.lam).clamp_(-1.0, 1.0)
         s.x.add_(u.addcmul_(u, factor), alpha=s.weight)
         pulled.copy_(s.x)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from sapus_cli.strategy import Push, Received, Reply, Round, Step, Strategy, Vec, require_between, require_whole
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ class DiLoCo(Strategy[None, OuterRound]):
 
     def init_server(self, x0: Vec, n_workers: int) -> OuterRound:
         """Open the first round, at rest."""
-        return OuterRound(x0, momentum=torch.zeros_like(x0))
+        return OuterRound(x0, momentum=x0.new_zeros(x0.shape))
 
     def on_push(self, s: OuterRound, msg: Received) -> Sequence[Reply]:
         """Hold the reply until every worker has pushed."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from sapus_cli.strategy import Push, Received, Reply, ServerState, Step, Strategy, Vec, require_between, require_whole
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class FedBuff(Strategy[None, Buffer]):
 
     def init_server(self, x0: Vec, n_workers: int) -> Buffer:
         """Start with an empty buffer."""
-        return Buffer(x0, total=torch.zeros_like(x0))
+        return Buffer(x0, total=x0.new_zeros(x0.shape))
 
     def on_push(self, s: Buffer, msg: Received) -> Sequence[Reply]:
         """Collect; apply with every K-th push; answer at once in any case."""

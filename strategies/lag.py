@@ -6,8 +6,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from sapus_cli.strategy import Push, Received, Reply, Step, Strategy, Vec, require_between, require_whole
 from strategies.asp import Weighted
 
@@ -66,7 +64,7 @@ class Lag(Strategy[Memory, Weighted]):
 
     def init_worker(self, x0: Vec, worker: int) -> Memory:
         """Start from what was pulled, with nothing sent."""
-        return Memory(x0.clone(), torch.zeros_like(x0), x0.clone(), deque(maxlen=self.d))
+        return Memory(x0.clone(), x0.new_zeros(x0.shape), x0.clone(), deque(maxlen=self.d))
 
     def after_step(self, w: Memory, step: Step) -> Push | None:
         """Push if this step differs enough from the one pushed last."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import pickle
 import random
 from pathlib import Path
@@ -67,11 +66,6 @@ class TestEveryStrategy:
         assert set(about.meanings) == set(registry.hyper_parameters(cls))
         for key, meaning in about.meanings.items():
             assert "Default" in meaning, f"{key} does not say where its default comes from"
-
-    def test_stands_on_a_screen(self, name: str) -> None:
-        module = inspect.getmodule(registry.strategy_class(name))
-        assert module is not None
-        assert len(inspect.getsource(module).splitlines()) <= 180
 
     def test_descends_a_bowl(self, name: str) -> None:
         done = run(make(name)).run()

@@ -265,7 +265,9 @@ class Server:
 
     def _push(self, peer: Peer, message: Push, frame: zmq.Frame, n_bytes: int) -> None:
         vector = torch.frombuffer(frame.buffer, dtype=torch.float32)
-        replies = self.core.push(peer.rank, message, vector, self.now, n_bytes)
+        replies = self.core.push(
+            peer.rank, message, vector, self.now, n_bytes, time.process_time() - self._released_cpu_s
+        )
         peer.pushes += 1
         peer.steps += message.n_steps
         peer.interval = message.n_steps

@@ -1,0 +1,217 @@
+"""SaPus: every worker decides by itself, from its accumulated update, when to push."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from sapus_cli.performance import (
+    Load,
+    ServerLoad,
+    WorkerTimes,
+    marginal_due,
+    marginal_elasticity,
+    resource_bound,
+    theoretical_lower,
+    theoretical_upper,
+)
+from sapus_cli.strategy import Push, Received, Reply, ServerState, Step, Strategy, Vec, require_between, require_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sapus_cli.strategy import Info
+
+ROW = 64
+COLUMNS = ("lower", "resource", "statistic", "slope", "c", "loss_variance")
+
+
+@dataclass
+class Watch:
+    """Worker state: the growth of the update in this interval, its losses, and the bounds that came last."""
+
+    difference: Vec
+    norms: list[float] = field(default_factory=list)
+    loss: float | None = None
+    squares: float = 0.0
+    n_squares: int = 0
+    h_min: int = 1
+    h_max: int = 1
+    c: float = 0.0
+
+
+class Bounds(NamedTuple):
+    """What a worker was told: the bounds of its interval in steps, what set the lower one, its exchange in steps."""
+
+    h_min: int = 1
+    h_max: int = 1
+    lower: str = "none"
+    resource: str = "none"
+    c: float = 0.0
+
+
+@dataclass
+class Measured(ServerState):
+    """Server state: what every worker and the server itself have shown, and what each worker was told last."""
+
+    weight: float = 1.0
+    load: ServerLoad = field(default_factory=ServerLoad)
+    times: dict[int, WorkerTimes] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    told: dict[int, Bounds] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sapus(Strategy[Watch, Measured]):
+    """SaPus, unweighted: each worker pushes when another step would bring less a second than its interval did so far.
+
+    Rule: push at the first k in [H_min, H_max] with a'(k) <= a(k) / (k + c), a(k) = |u_k|, c = t_x / t_s;
+        x <- x + (1/N) u_i; no barrier. H_min is the larger of a theoretical and a resource-aware bound, H_max is
+        max(H_min, sqrt(T/N)).
+    Source: the parts are those of the abstract of Zhang and Wang, "SaPus: Self-adaptive parameter update strategy for
+        DNN training on multi-GPU clusters", IEEE TPDS 33(7), 2022; the formulas are this project's construction of
+        them (docs/algorithm.md), not quoted from the paper.
+
+    Hyper-parameters:
+        rho: the share of time that the server's link and processor may be busy, in (0, 1]. Default 0.9: ours; below
+            it queues stay short.
+        horizon: h, the steps after which a step of an interval is worth half, above 0. Default 40: ours, measured on
+            prototypes; 10 to 160 changed little.
+        overlap: keep stepping while an exchange is in flight. Default false: ours, see docs/algorithm.md.
+        sample: elements of the update whose norm is watched, in rows of 64 spread evenly, at least 64. Default
+            131072: ours; it keeps the cost below 3 % of a step (docs/algorithm.md).
+    """
+
+    columns = COLUMNS
+
+    rho: float = 0.9
+    horizon: float = 40.0
+    overlap: bool = False
+    sample: int = 131_072
+    lr_curvature: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check(self.rho, self.horizon, self.sample)
+
+    def init_worker(self, x0: Vec, worker: int) -> Watch:
+        """Push at once at first: bounds need a measured exchange."""
+        return Watch(difference=rows(x0, self.sample).clone())
+
+    def after_step(self, w: Watch, step: Step) -> Push | None:
+        """Push between the bounds, when the accumulated update grows too slowly for what the exchange costs."""
+        return watch(w, step, sample=self.sample, overlap=self.overlap)
+
+    def after_reply(self, w: Watch, local: Vec, pulled: Vec, hint: Mapping[str, float]) -> None:
+        """Take over the global state and the new bounds."""
+        local.copy_(pulled)
+        heed(w, hint)
+
+    def init_server(self, x0: Vec, n_workers: int) -> Measured:
+        """Know nothing yet."""
+        return Measured(x0, weight=1 / n_workers)
+
+    def on_push(self, s: Measured, msg: Received) -> Sequence[Reply]:
+        """Apply at once, learn from the timings, and tell the worker its next bounds."""
+        s.x.add_(msg.vector, alpha=s.weight)
+        return answer(s, msg, {"weight": s.weight}, rho=self.rho, horizon=self.horizon, overlap=self.overlap)
+
+    def on_leave(self, s: Measured, worker: int) -> Sequence[Reply]:
+        """Forget a worker's timings: one that comes back is measured afresh."""
+        s.times.pop(worker, None)
+        s.told.pop(worker, None)
+        return ()
+
+
+def check(rho: float, horizon: float, sample: int) -> None:
+    """Refuse hyper-parameters out of range.
+
+    Raises:
+        ValueError: says the range.
+    """
+    require_between("rho", rho, 0.0, 1.0, open_low=True)
+    require_between("horizon", horizon, 0.0, open_low=True)
+    require_whole("sample", sample, ROW)
+
+
+def rows(vector: Vec, sample: int) -> Vec:
+    """A view of about `sample` elements of a vector, shape `(d,)`, in rows of 64 spread evenly; all if it is short."""
+    if vector.numel() <= sample:
+        return vector
+    n_rows = sample // ROW
+    return vector.as_strided((n_rows, ROW), (vector.numel() // n_rows, 1))
+
+
+def watch(w: Watch, step: Step, *, sample: int, overlap: bool) -> Push | None:
+    """The worker half: follow the update's norm and the batch losses, and decide whether to push."""
+    import torch  # noqa: PLC0415 - at the top it would slow every command line down
+
+    torch.sub(rows(step.params, sample), rows(step.pulled, sample), out=w.difference)
+    # Steps taken in flight were not watched: their norms are not known.
+    w.norms += [0.0] * (step.k - 1 - len(w.norms)) + [float(w.difference.norm())]
+    if w.loss is not None:
+        w.squares += (step.loss - w.loss) ** 2
+        w.n_squares += 1
+    w.loss = step.loss
+    reason = due(w, step)
+    if reason is None:
+        return None
+    info: dict[str, float | str] = {
+        "reason": reason,
+        "h_min": w.h_min,
+        "h_max": w.h_max,
+        "c": w.c,
+        "statistic": w.norms[-1],
+        "slope": marginal_elasticity(w.norms) * w.norms[-1] / step.k,
+        # Half the mean squared successive difference is the variance of a batch loss, whatever its trend.
+        "loss_variance": w.squares / max(1, w.n_squares) / (2 * step.k),
+    }
+    w.norms.clear()
+    w.squares, w.n_squares = 0.0, 0
+    return Push(info=info, wait=not overlap)
+
+
+def due(w: Watch, step: Step) -> str | None:
+    """Why to push now, or None."""
+    if step.last:
+        return "last"
+    if step.k >= w.h_max:
+        return "upper"
+    if step.k >= w.h_min and marginal_due(w.norms, w.c):
+        return "marginal"
+    return None
+
+
+def heed(w: Watch, hint: Mapping[str, float]) -> None:
+    """Take over the bounds that came with a reply."""
+    w.h_min, w.h_max, w.c = int(hint["h_min"]), int(hint["h_max"]), hint["c"]
+
+
+def answer(s: Measured, msg: Received, info: Info, *, rho: float, horizon: float, overlap: bool) -> tuple[Reply, ...]:
+    """Learn from a push and answer it: the global state, the worker's next bounds, and what bounded this push."""
+    before = s.told.get(msg.worker, Bounds())
+    bounds = s.told[msg.worker] = bounds_of(s, msg, rho=rho, horizon=horizon, overlap=overlap)
+    hint = {"h_min": bounds.h_min, "h_max": bounds.h_max, "c": bounds.c}
+    return (Reply(msg.worker, hint=hint, info={"lower": before.lower, "resource": before.resource, **info}),)
+
+
+def bounds_of(s: Measured, msg: Received, *, rho: float, horizon: float, overlap: bool) -> Bounds:
+    """The bounds of a worker's next interval, from everything measured so far, this push included."""
+    times = s.times.setdefault(msg.worker, WorkerTimes())
+    s.steps[msg.worker] = s.steps.get(msg.worker, 0) + msg.n_steps
+    s.load.add(msg.server_cpu_s, msg.exchange_s, msg.bytes)
+    times.step_s.add(msg.step_s)
+    if msg.exchange_s > 0:
+        times.exchange_s.add(msg.exchange_s)
+    step_s, exchange_s = times.step_s.value, times.exchange_s.value
+    rate = s.setting.link_bytes_per_s or s.load.measured_bytes_per_s
+    if not step_s or not exchange_s or not rate:
+        return Bounds()
+    c = exchange_s / step_s
+    load = Load(msg.bytes, rate, s.load.cpu_s.value or 0.0, s.setting.server_cores, s.setting.memory_bytes)
+    n = len(s.members)
+    resource = resource_bound(workers=n, step_s=step_s, exchange_s=exchange_s, load=load, rho=rho, overlap=overlap)
+    theory = theoretical_lower(c, horizon)
+    h_min = max(resource.steps, theory)
+    h_max = max(h_min, theoretical_upper(s.steps[msg.worker], n))
+    return Bounds(h_min, h_max, "resource" if resource.steps > theory else "theory", resource.resource, c)
