@@ -77,7 +77,7 @@ class DcAsgd(Strategy[None, Backups]):
         """Compensate, apply and answer at once."""
         u, pulled = msg.vector, s.pulled[msg.worker]
         factor = pulled.sub_(s.x).mul_(u)
-        if s.mean_square is not None:
+        if s.mean_square is not None and s.scratch is not None:
             s.mean_square.mul_(self.m).addcmul_(u, u, value=1 - self.m)
             factor.div_(s.scratch.copy_(s.mean_square).add_(TINY).sqrt_())
         factor.mul_(self.lam).clamp_(-1.0, 1.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sapus_cli.performance import (
     Load,
     ServerLoad,
     WorkerTimes,
+    curvature_upper,
     marginal_due,
     marginal_elasticity,
     resource_bound,
@@ -50,6 +51,26 @@ class Bounds(NamedTuple):
     c: float = 0.0
 
 
+class Bounding(Protocol):
+    """The hyper-parameters that bound an interval; see `Sapus`."""
+
+    @property
+    def rho(self) -> float:
+        """Share of time that a resource may be busy."""
+
+    @property
+    def horizon(self) -> float:
+        """Steps after which a step is worth half."""
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the worker steps on while an exchange is in flight."""
+
+    @property
+    def lr_curvature(self) -> float:
+        """Learning rate times curvature; 0 if unknown."""
+
+
 @dataclass
 class Measured(ServerState):
     """Server state: what every worker and the server itself have shown, and what each worker was told last."""
@@ -80,6 +101,8 @@ class Sapus(Strategy[Watch, Measured]):
         overlap: keep stepping while an exchange is in flight. Default false: ours, see docs/algorithm.md.
         sample: elements of the update whose norm is watched, in rows of 64 spread evenly, at least 64. Default
             131072: ours; it keeps the cost below 3 % of a step (docs/algorithm.md).
+        lr_curvature: learning rate times the largest eigenvalue of the Hessian, where it is known, at least 0: adds
+            eta L + (eta L)^2 H (H - 1) <= 1 (Wang and Joshi 2018) to the upper bound. Default 0: not known, no bound.
     """
 
     columns = COLUMNS
@@ -92,7 +115,7 @@ class Sapus(Strategy[Watch, Measured]):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check(self.rho, self.horizon, self.sample)
+        check(self.rho, self.horizon, self.sample, self.lr_curvature)
 
     def init_worker(self, x0: Vec, worker: int) -> Watch:
         """Push at once at first: bounds need a measured exchange."""
@@ -114,7 +137,7 @@ class Sapus(Strategy[Watch, Measured]):
     def on_push(self, s: Measured, msg: Received) -> Sequence[Reply]:
         """Apply at once, learn from the timings, and tell the worker its next bounds."""
         s.x.add_(msg.vector, alpha=s.weight)
-        return answer(s, msg, {"weight": s.weight}, rho=self.rho, horizon=self.horizon, overlap=self.overlap)
+        return answer(s, msg, self, {"weight": s.weight})
 
     def on_leave(self, s: Measured, worker: int) -> Sequence[Reply]:
         """Forget a worker's timings: one that comes back is measured afresh."""
@@ -123,7 +146,7 @@ class Sapus(Strategy[Watch, Measured]):
         return ()
 
 
-def check(rho: float, horizon: float, sample: int) -> None:
+def check(rho: float, horizon: float, sample: int, lr_curvature: float) -> None:
     """Refuse hyper-parameters out of range.
 
     Raises:
@@ -132,6 +155,7 @@ def check(rho: float, horizon: float, sample: int) -> None:
     require_between("rho", rho, 0.0, 1.0, open_low=True)
     require_between("horizon", horizon, 0.0, open_low=True)
     require_whole("sample", sample, ROW)
+    require_between("lr_curvature", lr_curvature, 0.0)
 
 
 def rows(vector: Vec, sample: int) -> Vec:
@@ -187,15 +211,15 @@ def heed(w: Watch, hint: Mapping[str, float]) -> None:
     w.h_min, w.h_max, w.c = int(hint["h_min"]), int(hint["h_max"]), hint["c"]
 
 
-def answer(s: Measured, msg: Received, info: Info, *, rho: float, horizon: float, overlap: bool) -> tuple[Reply, ...]:
+def answer(s: Measured, msg: Received, bounding: Bounding, info: Info) -> tuple[Reply, ...]:
     """Learn from a push and answer it: the global state, the worker's next bounds, and what bounded this push."""
     before = s.told.get(msg.worker, Bounds())
-    bounds = s.told[msg.worker] = bounds_of(s, msg, rho=rho, horizon=horizon, overlap=overlap)
+    bounds = s.told[msg.worker] = bounds_of(s, msg, bounding)
     hint = {"h_min": bounds.h_min, "h_max": bounds.h_max, "c": bounds.c}
     return (Reply(msg.worker, hint=hint, info={"lower": before.lower, "resource": before.resource, **info}),)
 
 
-def bounds_of(s: Measured, msg: Received, *, rho: float, horizon: float, overlap: bool) -> Bounds:
+def bounds_of(s: Measured, msg: Received, bounding: Bounding) -> Bounds:
     """The bounds of a worker's next interval, from everything measured so far, this push included."""
     times = s.times.setdefault(msg.worker, WorkerTimes())
     s.steps[msg.worker] = s.steps.get(msg.worker, 0) + msg.n_steps
@@ -210,8 +234,13 @@ def bounds_of(s: Measured, msg: Received, *, rho: float, horizon: float, overlap
     c = exchange_s / step_s
     load = Load(msg.bytes, rate, s.load.cpu_s.value or 0.0, s.setting.server_cores, s.setting.memory_bytes)
     n = len(s.members)
-    resource = resource_bound(workers=n, step_s=step_s, exchange_s=exchange_s, load=load, rho=rho, overlap=overlap)
-    theory = theoretical_lower(c, horizon)
+    resource = resource_bound(
+        workers=n, step_s=step_s, exchange_s=exchange_s, load=load, rho=bounding.rho, overlap=bounding.overlap
+    )
+    theory = theoretical_lower(c, bounding.horizon)
     h_min = max(resource.steps, theory)
-    h_max = max(h_min, theoretical_upper(s.steps[msg.worker], n))
+    upper = theoretical_upper(s.steps[msg.worker], n)
+    if bounding.lr_curvature > 0:
+        upper = min(upper, curvature_upper(bounding.lr_curvature))
+    h_max = max(h_min, upper)
     return Bounds(h_min, h_max, "resource" if resource.steps > theory else "theory", resource.resource, c)

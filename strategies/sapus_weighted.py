@@ -64,6 +64,7 @@ class SapusWeighted(Strategy[Watch, Window]):
         horizon: as for sapus, above 0. Default 40: ours.
         overlap: as for sapus. Default false: ours.
         sample: as for sapus, at least 64. Default 131072: ours.
+        lr_curvature: as for sapus, at least 0. Default 0: not known.
         weighting: "window" is the rule above; "loss-share" the plain share w_i = (1/N) r_i / mean r, r = loss^-power,
             kept as an ablation: on label-sorted shards one worker can take all the weight. Default "window": ours.
         power: exponent of the loss in "loss-share", at least 0. Default 1: ours.
@@ -81,7 +82,7 @@ class SapusWeighted(Strategy[Watch, Window]):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        sapus.check(self.rho, self.horizon, self.sample)
+        sapus.check(self.rho, self.horizon, self.sample, self.lr_curvature)
         require_between("power", self.power, 0.0)
 
     def init_worker(self, x0: Vec, worker: int) -> Watch:
@@ -107,8 +108,7 @@ class SapusWeighted(Strategy[Watch, Window]):
         weight, info = window_weight(s, msg) if self.weighting == "window" else loss_share(s, msg, self.power)
         s.x.add_(msg.vector, alpha=weight)
         s.seen[msg.worker].at_pull = dict(s.losses)
-        facts = {"weight": weight, "own_loss": msg.loss, **info}
-        return sapus.answer(s, msg, facts, rho=self.rho, horizon=self.horizon, overlap=self.overlap)
+        return sapus.answer(s, msg, self, {"weight": weight, "own_loss": msg.loss, **info})
 
     def on_leave(self, s: Window, worker: int) -> Sequence[Reply]:
         """Take a worker out of all sums."""
