@@ -102,8 +102,8 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 class State(_Message, frozen=True, tag="state"):
     """Answer to a pull, a push or a snapshot, followed by a vector: the global state, or what a strategy sends.
 
-    `held_s` is how long the reply was withheld, `samples` how many training samples the state has seen, `final` that
-    no more pushes follow.
+    `held_s` is how long the reply was withheld, `samples` how many training samples the state has seen, `fresh` that a
+    worker is to begin anew from it, `final` that no more pushes follow.
     """
 
     version: Count
@@ -111,7 +111,14 @@ class State(_Message, frozen=True, tag="state"):
     samples: Count = 0
     held_s: Seconds = 0.0
     hint: Numbers = msgspec.field(default_factory=dict)
+    fresh: bool = False
     final: bool = False
+
+
+class Declined(_Message, frozen=True, tag="declined"):
+    """A push was not applied, because its loss or its vector is not finite. The worker goes on from where it is."""
+
+    seq: Positive
 
 
 class Stop(_Message, frozen=True, tag="stop"):
@@ -127,7 +134,7 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 FromClient: TypeAlias = Hello | Pull | Push | Leave | Snapshot | Evaluated
-FromServer: TypeAlias = Welcome | State | Stop | Refused
+FromServer: TypeAlias = Welcome | State | Declined | Stop | Refused
 Message: TypeAlias = FromClient | FromServer
 
 _encoder = msgspec.msgpack.Encoder()

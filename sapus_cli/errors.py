@@ -29,6 +29,10 @@ class ProtocolError(Exception):
     """A rule of the wire protocol was broken."""
 
 
+class DivergedError(RunFailedError):
+    """No worker computes finite numbers any more."""
+
+
 class LocalProtocolError(ProtocolError):
     """Our own side broke a rule: a fault in a strategy or a driver."""
 

@@ -6,6 +6,8 @@
     pull(fingerprint)         state(x)           once a worker; withheld until all workers have pulled (start)
     push(seq, version, u)     state(x)           seq counts from 1; one at most without its reply; the reply may be
                                                  withheld; the same seq again is not applied again
+                              declined           instead of a state: loss or vector was not finite, nothing was
+                                                 applied; the tenth time in a row it is state(x, fresh) instead
     leave                                        last word of a worker
     snapshot                  state(x)           the evaluator, at any time
                               stop(flush)        to everybody, at any time
@@ -23,14 +25,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sapus_cli.codec import Pull, Push, State
-from sapus_cli.errors import DeadlockError, LocalProtocolError, RemoteProtocolError
+from sapus_cli.codec import Declined, Pull, Push, State
+from sapus_cli.errors import DeadlockError, DivergedError, LocalProtocolError, RemoteProtocolError
 from sapus_cli.strategy import STANDARD_INFO, AnyStrategy, Received, Reply, Step, Vec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sapus_cli.strategy import ServerState, Setting
+
+
+PATIENCE = 10
+"""Pushes in a row that are not finite before a worker is told to pull afresh."""
+
+
+def finite(vector: Vec) -> bool:
+    """Whether all elements are finite, and their sum; one pass over the vector."""
+    return math.isfinite(vector.sum())
 
 
 class Phase(Enum):
@@ -40,6 +51,33 @@ class Phase(Enum):
     COMPUTING = "computing"
     WAITING = "waiting"
     DONE = "done"
+
+
+@dataclass(slots=True)
+class _Interval:
+    """What a worker did since its last push."""
+
+    k: int = 0
+    samples: int = 0
+    step_s_sum: float = 0.0
+    loss_sum: float = 0.0
+    n_losses: int = 0
+
+    def take(self, loss: float, n_samples: int, step_s: float) -> None:
+        self.k += 1
+        self.samples += n_samples
+        self.step_s_sum += step_s
+        self.loss_sum += loss
+        self.n_losses += 1
+
+    def add(self, other: _Interval) -> None:
+        """Count in an interval whose push was not applied; a loss that was not finite is forgotten."""
+        self.k += other.k
+        self.samples += other.samples
+        self.step_s_sum += other.step_s_sum
+        if math.isfinite(other.loss_sum):
+            self.loss_sum += other.loss_sum
+            self.n_losses += other.n_losses
 
 
 class WorkerCore:
@@ -73,7 +111,8 @@ class WorkerCore:
         self._seq = 0
         self._sent_at = 0.0
         self._exchange_s = 0.0
-        self._clear_interval()
+        self._interval = _Interval()
+        self._sent = _Interval()
 
     @property
     def stopping(self) -> bool:
@@ -98,17 +137,14 @@ class WorkerCore:
         """
         self._expect(Phase.COMPUTING)
         self.steps += 1
-        self._k += 1
-        self._loss_sum += loss
-        self._samples += n_samples
-        self._step_s_sum += step_s
+        self._interval.take(loss, n_samples, step_s)
         last = last or self._stopping
         self._ending = last
         if self._in_flight:
             if last:
                 self.phase = Phase.WAITING
             return None
-        step = Step(t=self.steps, k=self._k, params=self.local, pulled=self.pulled, loss=loss, last=last)
+        step = Step(t=self.steps, k=self._interval.k, params=self.local, pulled=self.pulled, loss=loss, last=last)
         decision = self._strategy.after_step(self._state, step)
         if decision is None:
             return self._tail(now) if last else None
@@ -128,30 +164,42 @@ class WorkerCore:
         Raises:
             RemoteProtocolError: nothing was asked for.
         """
-        first = self._seq == 0
         if self.phase in {Phase.NEW, Phase.DONE} or (self.phase is Phase.COMPUTING and not self._in_flight):
             raise RemoteProtocolError("a state arrived that this worker had not asked for")
         if self.incoming is not self.pulled:
             self.pulled.copy_(self.incoming)
         self._version = message.version
-        if first:
+        if message.fresh:
             self.local.copy_(self.pulled)
             self._state = self._strategy.init_worker(self.pulled, self.worker)
+            self._interval = _Interval()
         else:
             self._exchange_s = max(0.0, now - self._sent_at - message.held_s)
             self._take_over(message)
         self._in_flight = False
         self.phase = Phase.COMPUTING
-        if self._ending and self._k > 0:
+        if self._ending and self._interval.k > 0:
             return self._tail(now)
-        if self._ending or (self._stopping and self._k == 0):
+        if self._ending or (self._stopping and self._interval.k == 0):
             self.phase = Phase.DONE
         return None
+
+    def on_declined(self, message: Declined) -> None:
+        """Go on after a push that was not applied: its steps count into the next one.
+
+        Raises:
+            RemoteProtocolError: it answers no push that is under way.
+        """
+        if not self._in_flight or message.seq != self._seq:
+            raise RemoteProtocolError(f"push {message.seq} was declined, but it is not under way")
+        self._in_flight = False
+        self._interval.add(self._sent)
+        self.phase = Phase.DONE if self._ending else Phase.COMPUTING
 
     def stop(self) -> None:
         """The run ends: the next step will be the last; with nothing accumulated there is none."""
         self._stopping = True
-        if self.phase is Phase.COMPUTING and not self._in_flight and self._k == 0:
+        if self.phase is Phase.COMPUTING and not self._in_flight and self._interval.k == 0:
             self.phase = Phase.DONE
 
     def _expect(self, phase: Phase) -> None:
@@ -167,18 +215,19 @@ class WorkerCore:
             self.outgoing.copy_(self._update)
         self._seq += 1
         self._sent_at = now
+        interval = self._interval
         push = Push(
             seq=self._seq,
             version=self._version,
-            n_steps=self._k,
-            n_samples=self._samples,
-            loss=self._loss_sum / self._k,
-            step_s=self._step_s_sum / self._k,
+            n_steps=interval.k,
+            n_samples=interval.samples,
+            loss=interval.loss_sum / interval.n_losses,
+            step_s=interval.step_s_sum / interval.k,
             exchange_s=self._exchange_s,
             last=self._ending,
             info=info,
         )
-        self._clear_interval()
+        self._sent, self._interval = interval, _Interval()
         self._in_flight = True
         if wait:
             self.phase = Phase.WAITING
@@ -190,7 +239,7 @@ class WorkerCore:
         self._at_push.copy_(self.local)
 
     def _take_over(self, message: State) -> None:
-        if self._k == 0:
+        if self._interval.k == 0:
             self._strategy.after_reply(self._state, self.local, self.pulled, message.hint)
             return
         # Steps were taken in flight: what they moved is put on top of the state that was pulled. The push has been
@@ -201,12 +250,6 @@ class WorkerCore:
         self.local.copy_(self._at_push)
         self._strategy.after_reply(self._state, self.local, self.pulled, message.hint)
         self.local.add_(moved)
-
-    def _clear_interval(self) -> None:
-        self._k = 0
-        self._samples = 0
-        self._loss_sum = 0.0
-        self._step_s_sum = 0.0
 
 
 @dataclass(slots=True)
@@ -230,18 +273,20 @@ class PushRow:
 class Outgoing(NamedTuple):
     """A reply to send: to which worker, what, and which push it closes (None for a first pull).
 
-    `vector` of shape `(d,)` is to be sent as it is at this moment.
+    `vector`, shape `(d,)`, is to be sent as it is at this moment; a declined push is answered without one.
     """
 
     worker: int
-    message: State
-    vector: Vec
+    message: State | Declined
+    vector: Vec | None
     row: PushRow | None
 
 
 @dataclass(slots=True)
 class _Member:
     seq: int = 0
+    declined: int = 0
+    steps: int = 0
     row: PushRow | None = None
     joining: bool = False
 
@@ -254,6 +299,7 @@ class ServerCore:
         samples: training samples behind all pushes received.
         steps: local steps behind all pushes received.
         started: whether all workers have pulled once, which starts the run.
+        declined: pushes that were not applied because they were not finite.
     """
 
     def __init__(self, strategy: AnyStrategy, x0: Vec, n_workers: int, setting: Setting | None = None) -> None:
@@ -263,6 +309,7 @@ class ServerCore:
         self.samples = 0
         self.steps = 0
         self.started = False
+        self.declined = 0
         self._strategy = strategy
         self._columns = frozenset((*STANDARD_INFO, *strategy.columns))
         self._n_workers = n_workers
@@ -313,6 +360,7 @@ class ServerCore:
         Raises:
             RemoteProtocolError: the push breaks a rule. Nothing has been applied.
             LocalProtocolError: the strategy broke a rule.
+            DivergedError: no live worker has pushed anything finite for ten pushes.
         """
         member = self._members.get(worker)
         if member is None or not self.started:
@@ -327,6 +375,10 @@ class ServerCore:
         if message.version > version:
             raise RemoteProtocolError(f"worker {worker} claims version {message.version}, the newest is {version}")
         member.seq = message.seq
+        if not (math.isfinite(message.loss) and finite(vector)):
+            return self._decline(worker, member, message, now)
+        member.declined = 0
+        member.steps += message.n_steps
         member.row = PushRow(
             t_s=now,
             worker=worker,
@@ -376,6 +428,22 @@ class ServerCore:
         self.state.members.discard(worker)
         return self._replies(self._strategy.on_leave(self.state, worker), now), row
 
+    def _decline(self, worker: int, member: _Member, message: Push, now: float) -> list[Outgoing]:
+        self.declined += 1
+        member.declined += 1
+        if all(other.declined >= PATIENCE for other in self._members.values()):
+            raise DivergedError(
+                f"diverged: no worker pushes finite numbers any more; worker {worker} had taken "
+                f"{member.steps + message.n_steps} steps after {now:.1f} s; try a smaller --lr"
+            )
+        if member.declined % PATIENCE:
+            return [Outgoing(worker, Declined(seq=message.seq), None, None)]
+        # To pull afresh is to leave and to come back: the strategy must forget what it knows of this worker's state.
+        self.state.members.discard(worker)
+        outgoing = self._answer(self._strategy.on_leave(self.state, worker), now)
+        member.joining = True
+        return outgoing + self._admit([worker], now)
+
     def snapshot(self, now: float, *, final: bool) -> State:
         """The header for a snapshot of `state.x` as it is now."""
         return State(version=self.version, t_s=now, samples=self.samples, final=final)
@@ -399,12 +467,20 @@ class ServerCore:
             member = self._members.get(reply.to)
             if member is None or (member.row is None and not member.joining):
                 raise LocalProtocolError(f"the strategy replied to worker {reply.to}, which does not wait for a reply")
-            row, member.row, member.joining = member.row, None, False
+            row, fresh = member.row, member.joining
+            member.row, member.joining = None, False
             held_s = 0.0
             if row is not None:
                 held_s = row.held_s = max(0.0, now - row.t_s)
                 row.info.update(self._checked(dict(reply.info)))
-            header = State(version=self.version, t_s=now, samples=self.samples, held_s=held_s, hint=self._finite(reply))
+            header = State(
+                version=self.version,
+                t_s=now,
+                samples=self.samples,
+                held_s=held_s,
+                hint=self._finite(reply),
+                fresh=fresh,
+            )
             vector = self.state.x if reply.vector is None else reply.vector
             outgoing.append(Outgoing(reply.to, header, vector, row))
         return outgoing

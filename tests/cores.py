@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sapus_cli.codec import Pull, Push, State, decode_from_client, decode_from_server, encode
+from sapus_cli.codec import Declined, Pull, Push, State, decode_from_client, decode_from_server, encode
 from sapus_cli.protocol import Outgoing, Phase, PushRow, ServerCore, WorkerCore
 from sapus_cli.strategy import Vec
 
@@ -68,17 +68,19 @@ class InMemory:
         self.now += 1
         if event == "send":
             header, vector = self.to_server[rank].pop(0)
-            message = decode_from_client(header)
-            if isinstance(message, Pull):
+            sent = decode_from_client(header)
+            if isinstance(sent, Pull):
                 self._deliver(self.server.join(rank, self.now))
-            elif isinstance(message, Push):
-                self._deliver(self.server.push(rank, message, vector, self.now, len(header) + 4 * vector.numel()))
+            elif isinstance(sent, Push):
+                self._deliver(self.server.push(rank, sent, vector, self.now, len(header) + 4 * vector.numel()))
         elif event == "reply":
             header, vector = self.to_worker[rank].pop(0)
-            state = decode_from_server(header)
-            assert isinstance(state, State)
-            self.workers[rank].incoming.copy_(vector)
-            self._send(rank, self.workers[rank].on_state(state, self.now))
+            message = decode_from_server(header)
+            if isinstance(message, Declined):
+                self.workers[rank].on_declined(message)
+            elif isinstance(message, State):
+                self.workers[rank].incoming.copy_(vector)
+                self._send(rank, self.workers[rank].on_state(message, self.now))
         elif event == "step":
             worker = self.workers[rank]
             gradient = self.gradient(rank, worker.local)
@@ -97,5 +99,6 @@ class InMemory:
 
     def _deliver(self, replies: list[Outgoing]) -> None:
         for reply in replies:
-            self.to_worker[reply.worker].append((encode(reply.message), reply.vector.clone()))
+            vector = torch.empty(0) if reply.vector is None else reply.vector.clone()
+            self.to_worker[reply.worker].append((encode(reply.message), vector))
             self.rows += [reply.row] if reply.row else []

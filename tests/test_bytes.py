@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from sapus_cli.drivers.client import Client
 from sapus_cli.drivers.control import Halt, tell
 from sapus_cli.drivers.server import Server, Traffic, bind
 from sapus_cli.protocol import WorkerCore
+from sapus_cli.strategy import Setting
 from sapus_cli.traces import read_trace
 from strategies.local_sgd_async import LocalSgdAsync
 
@@ -77,6 +79,7 @@ def test_counted_bytes_are_the_kernel_s_up_to_framing(tmp_path: Path, d: int) ->
         strategy,
         torch.zeros(d),
         n_workers=2,
+        setting=Setting(),
         fingerprint="f",
         config=b"{}",
         launcher=theirs,
@@ -100,6 +103,10 @@ def test_counted_bytes_are_the_kernel_s_up_to_framing(tmp_path: Path, d: int) ->
             assert push is not None
             client.send(push, core.outgoing)
             take(client, core)
+    # The server counts a reply after it has handed it to the socket, perhaps after it has arrived here.
+    deadline = time.monotonic() + 10
+    while counted(server).tx_frames < counted_before.tx_frames + 2 * 42 and time.monotonic() < deadline:
+        time.sleep(0.01)
     kernel_after, counted_after = kernel_bytes(port), counted(server)
     for client in clients:
         client.send(Leave())

@@ -102,6 +102,20 @@ def test_a_strategy_that_deadlocks_is_named(tmp_path: Path) -> None:
     assert "DeadlockError" in done.stderr
 
 
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    done = sapus("run", "--lr", "1e30", "--workers", "2", "-s", "asp", "--steps", "500", cwd=tmp_path)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("sapus: diverged: no worker pushes finite numbers any more; worker ")
+    assert last.endswith("try a smaller --lr")
+    (folder,) = (tmp_path / "results").iterdir()
+    assert read_run(folder)["status"] == "failed"
+    events = read_trace(folder, "events")
+    assert set(events.filter(events["kind"] == "declined")["rank"]) == {0, 1}
+    assert len(events.filter(events["kind"] == "declined")) >= 18
+    assert len(events.filter(events["kind"] == "fresh")) >= 1
+
+
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     run = start(tmp_path, *LONG)
     run.wait_for_pushes()

@@ -12,9 +12,9 @@ from cores import InMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sapus_cli.codec import Declined, State
 from sapus_cli.codec import Push as PushMessage
-from sapus_cli.codec import State
-from sapus_cli.errors import DeadlockError, LocalProtocolError, ProtocolError, RemoteProtocolError
+from sapus_cli.errors import DeadlockError, DivergedError, LocalProtocolError, ProtocolError, RemoteProtocolError
 from sapus_cli.protocol import Phase, ServerCore, WorkerCore
 from sapus_cli.strategy import Push, Received, Reply, ServerState, Step, Strategy, Vec
 from strategies.asp import Asp
@@ -145,7 +145,7 @@ def test_steps_in_flight_are_put_on_top_of_what_is_pulled() -> None:
     worker = WorkerCore(Overlapped(), torch.zeros(1), 0)
     worker.pull("f")
     worker.incoming.copy_(torch.tensor([10.0]))
-    worker.on_state(State(version=0, t_s=0.0), 0.0)
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
 
     def step(move: float, *, last: bool = False) -> PushMessage | None:
         worker.local.add_(move)
@@ -187,7 +187,7 @@ def test_every_step_reaches_the_server_once_with_overlap_in_any_order(random: ob
 def test_a_worker_that_is_told_to_stop_pushes_what_it_has_and_ends() -> None:
     worker = WorkerCore(LocalSgd(h=100), torch.zeros(1), 0)
     worker.pull("f")
-    worker.on_state(State(version=0, t_s=0.0), 0.0)
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     worker.after_step(1.0, 32, 0.1, 0.0, last=False)
     worker.stop()
     tail = worker.after_step(1.0, 32, 0.1, 0.0, last=False)
@@ -203,14 +203,14 @@ def test_a_worker_with_nothing_to_push_stops_at_once() -> None:
     worker.pull("f")
     worker.stop()
     phases = [worker.phase]
-    worker.on_state(State(version=0, t_s=0.0), 0.0)
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     assert [*phases, worker.phase] == [Phase.WAITING, Phase.DONE]
 
 
 def test_time_the_server_withheld_is_not_exchange_time() -> None:
     worker = WorkerCore(Bsp(), torch.zeros(1), 0)
     worker.pull("f")
-    worker.on_state(State(version=0, t_s=0.0), 0.0)
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     worker.after_step(1.0, 32, 0.1, 10.0, last=False)
     worker.on_state(State(version=1, t_s=0.0, held_s=3.0), 15.0)
     message = worker.after_step(1.0, 32, 0.1, 16.0, last=False)
@@ -221,15 +221,15 @@ def test_time_the_server_withheld_is_not_exchange_time() -> None:
 def test_a_worker_refuses_what_it_did_not_ask_for() -> None:
     worker = WorkerCore(Bsp(), torch.zeros(1), 0)
     with pytest.raises(RemoteProtocolError):
-        worker.on_state(State(version=0, t_s=0.0), 0.0)
+        worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     with pytest.raises(LocalProtocolError):
         worker.after_step(1.0, 1, 0.1, 0.0, last=False)
     worker.pull("f")
     with pytest.raises(LocalProtocolError):
         worker.pull("f")
-    worker.on_state(State(version=0, t_s=0.0), 0.0)
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     with pytest.raises(RemoteProtocolError):
-        worker.on_state(State(version=0, t_s=0.0), 0.0)
+        worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
 
 
 # The server's rules.
@@ -315,6 +315,96 @@ def test_joins_and_leaves_that_cannot_be_are_refused() -> None:
     core.leave(0, 0.0)
     with pytest.raises(RemoteProtocolError):
         core.leave(0, 0.0)
+
+
+# Pushes that are not finite.
+
+
+@pytest.mark.parametrize(
+    ("loss", "value"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (1.0, -math.inf)]
+)
+def test_a_push_that_is_not_finite_is_declined_and_changes_nothing(loss: float, value: float) -> None:
+    core = started(Asp())
+    (reply,) = core.push(0, push(1, loss=loss), torch.tensor([value]), 1.0, 0)
+    assert (reply.worker, reply.message, reply.vector, reply.row) == (0, Declined(seq=1), None, None)
+    assert (core.state.x.item(), core.version, core.steps, core.declined) == (0.0, 0, 0, 1)
+    core.push(0, push(2), torch.tensor([4.0]), 2.0, 0)
+    assert core.state.x.item() == 2.0
+
+
+def test_the_tenth_in_a_row_is_answered_with_a_fresh_state() -> None:
+    core = started(Asp())
+    core.push(1, push(1), torch.tensor([6.0]), 0.0, 0)
+    answers = [core.push(0, push(seq, loss=math.nan), torch.ones(1), 1.0, 0)[0] for seq in range(1, 11)]
+    assert [type(answer.message) for answer in answers] == [Declined] * 9 + [State]
+    last = answers[-1]
+    assert isinstance(last.message, State)
+    assert last.message.fresh
+    assert last.vector is not None
+    assert last.vector.item() == 3.0
+    core.push(0, push(11, 1), torch.ones(1), 2.0, 0)
+    assert core.push(0, push(12, 2, loss=math.nan), torch.ones(1), 1.0, 0)[0].message == Declined(seq=12)
+
+
+def test_a_barrier_does_not_wait_for_who_is_told_to_pull_afresh() -> None:
+    core = started(Bsp(), 3)
+    core.push(1, push(1), torch.tensor([1.0]), 0.0, 0)
+    core.push(2, push(1), torch.tensor([3.0]), 0.0, 0)
+    for seq in range(1, 10):
+        core.push(0, push(seq, loss=math.nan), torch.ones(1), 1.0, 0)
+    replies = core.push(0, push(10, loss=math.nan), torch.ones(1), 1.0, 0)
+    assert [(reply.worker, reply.message.version) for reply in replies if isinstance(reply.message, State)] == [
+        (1, 2),
+        (2, 2),
+        (0, 2),
+    ]
+    assert core.state.x.item() == 2.0
+
+
+def test_all_workers_without_a_finite_push_is_divergence() -> None:
+    core = started(Asp())
+    for seq in range(1, 11):
+        core.push(0, push(seq, n_steps=3, loss=math.nan), torch.ones(1), 1.0, 0)
+    for seq in range(1, 10):
+        core.push(1, push(seq, n_steps=3, loss=math.nan), torch.ones(1), 2.0, 0)
+    with pytest.raises(DivergedError, match=r"worker 1 had taken 3 steps after 2.5 s"):
+        core.push(1, push(10, n_steps=3, loss=math.nan), torch.ones(1), 2.5, 0)
+
+
+def test_the_steps_of_a_declined_push_count_into_the_next() -> None:
+    worker = WorkerCore(LocalSgd(h=2), torch.zeros(1), 0)
+    worker.pull("f")
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
+    losses = iter([1.0, math.nan, 2.0, 4.0])
+
+    def step() -> PushMessage | None:
+        worker.local.add_(1.0)
+        return worker.after_step(next(losses), 32, 0.5, 0.0, last=False)
+
+    assert step() is None
+    first = step()
+    assert first is not None
+    assert math.isnan(first.loss)
+    worker.on_declined(Declined(seq=1))
+    with pytest.raises(RemoteProtocolError):
+        worker.on_declined(Declined(seq=1))
+    second = step()
+    assert second is not None
+    assert (second.seq, second.n_steps, second.n_samples, second.loss) == (2, 3, 96, 2.0)
+    assert worker.outgoing.item() == 3.0
+
+
+def test_a_worker_that_is_told_to_begin_afresh_forgets_its_state() -> None:
+    worker = WorkerCore(LocalSgd(h=2), torch.zeros(1), 0)
+    worker.pull("f")
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
+    for _ in range(2):
+        worker.local.fill_(math.nan)
+        worker.after_step(math.nan, 32, 0.5, 0.0, last=False)
+    worker.incoming.fill_(7.0)
+    worker.on_state(State(version=3, t_s=0.0, fresh=True), 0.0)
+    assert worker.local.item() == 7.0
+    assert worker.after_step(1.0, 32, 0.5, 0.0, last=False) is None
 
 
 # What a faulty strategy does.

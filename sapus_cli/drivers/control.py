@@ -124,10 +124,17 @@ class Ended(_Control, frozen=True, tag="ended"):
     evaluator_bytes: int
     server_cpu_s: float
     state_sha256: str
+    declined: int
     reached_s: float | None
 
 
-Line: TypeAlias = Unusable | Prepared | Bound | Begin | Released | Status | Happened | Measured | Halt | Ended
+class Failed(_Control, frozen=True, tag="failed"):
+    """The server cannot go on: why, for the user."""
+
+    reason: str
+
+
+Line: TypeAlias = Unusable | Prepared | Bound | Begin | Released | Status | Happened | Measured | Halt | Ended | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Line] = msgspec.msgpack.Decoder(Line)

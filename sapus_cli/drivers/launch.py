@@ -25,6 +25,7 @@ from sapus_cli.drivers.control import (
     Begin,
     Bound,
     Ended,
+    Failed,
     Halt,
     Happened,
     Line,
@@ -313,6 +314,8 @@ class Launcher:
                 self._observer.measured(line)
             case Ended():
                 self._ended = line
+            case Failed():
+                raise RunFailedError(line.reason)
             case _:
                 raise RunFailedError(f"the {child.name} said {line!r}")
 

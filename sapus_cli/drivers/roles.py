@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+import psutil
 import torch
 
 from sapus_cli import traces
 from sapus_cli.drivers import evaluator, process, server
 from sapus_cli.drivers.client import Client
-from sapus_cli.drivers.control import Begin, Bound, Prepared, Unusable, hear, tell
+from sapus_cli.drivers.control import Begin, Bound, Failed, Prepared, Unusable, hear, tell
 from sapus_cli.drivers.worker import Worker
-from sapus_cli.errors import LocalProtocolError, UserError
+from sapus_cli.errors import DivergedError, LocalProtocolError, UserError
+from sapus_cli.strategy import Setting
 from sapus_cli.trainer import Evaluator, FlatModel, OptimizerSpec, Trainer
 from sapus_cli.workloads import data as workload_data
 from sapus_cli.workloads.models import build_model
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from sapus_cli.strategy import AnyStrategy
 
 EVALUATOR_NICE = 5
+ADAMW_MOMENTUM = 0.9
+"""beta_1 of torch.optim.AdamW, whose defaults are kept."""
 
 
 def prepare(pipe: Connection, config: RunConfig) -> None:
@@ -94,16 +98,29 @@ def serve(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Pre
             strategy,
             x0,
             n_workers=config.workers,
+            setting=setting(config),
             fingerprint=ready.fingerprint,
             config=msgspec.json.encode(config),
             launcher=pipe,
             pushes=pushes,
             target_accuracy=config.target_accuracy,
         )
-        ended = role.run()
+        try:
+            ended = role.run()
+        except DivergedError as error:
+            tell(pipe, Failed(str(error)))
+            return
     server.save_checkpoint(folder / "checkpoint", role.core, ended.end_s)
     tell(pipe, ended)
     socket.close()
+
+
+def setting(config: RunConfig) -> Setting:
+    """What a strategy may know of where this server runs."""
+    return Setting(
+        memory_bytes=psutil.virtual_memory().available / 4,
+        momentum=config.momentum if config.optimizer == "sgd" else ADAMW_MOMENTUM,
+    )
 
 
 def work(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Prepared, rank: int) -> None:

@@ -18,6 +18,7 @@ from sapus_cli.codec import (
     FLOAT32_BYTES,
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
+    Declined,
     Evaluated,
     FromClient,
     FromServer,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from sapus_cli.strategy import AnyStrategy, Vec
+    from sapus_cli.strategy import AnyStrategy, Setting, Vec
     from sapus_cli.traces import Trace
 
 STATUS_EVERY_S = 0.1
@@ -107,6 +108,7 @@ class Server:
         strategy: the run's strategy.
         x0: initial global state, shape `(d,)`.
         n_workers: workers to wait for.
+        setting: what the strategy may know of where it runs.
         fingerprint: layout that every worker's model must have.
         config: the run's configuration, JSON, for workers started by hand.
         launcher: pipe to the launcher.
@@ -121,13 +123,14 @@ class Server:
         x0: Vec,
         *,
         n_workers: int,
+        setting: Setting,
         fingerprint: str,
         config: bytes,
         launcher: Connection,
         pushes: Trace,
         target_accuracy: float | None,
     ) -> None:
-        self.core = ServerCore(strategy, x0, n_workers)
+        self.core = ServerCore(strategy, x0, n_workers, setting)
         self._socket = socket
         self._elements = x0.numel()
         self._n_workers = n_workers
@@ -265,13 +268,15 @@ class Server:
 
     def _push(self, peer: Peer, message: Push, frame: zmq.Frame, n_bytes: int) -> None:
         vector = torch.frombuffer(frame.buffer, dtype=torch.float32)
+        declined = self.core.declined
         replies = self.core.push(
             peer.rank, message, vector, self.now, n_bytes, time.process_time() - self._released_cpu_s
         )
-        peer.pushes += 1
-        peer.steps += message.n_steps
-        peer.interval = message.n_steps
-        peer.loss = message.loss
+        if self.core.declined == declined:
+            peer.pushes += 1
+            peer.steps += message.n_steps
+            peer.interval = message.n_steps
+            peer.loss = message.loss
         self._answer(replies)
 
     def _leave(self, peer: Peer, message: Leave) -> None:
@@ -316,6 +321,10 @@ class Server:
     def _answer(self, replies: Sequence[Outgoing]) -> None:
         for reply in replies:
             sent = self._send(self._workers[reply.worker].identity, reply.message, reply.vector)
+            if isinstance(reply.message, Declined):
+                self._tell_event("declined", reply.worker, f"push {reply.message.seq} is not finite")
+            elif reply.message.fresh and self._released:
+                self._tell_event("fresh", reply.worker, "told to pull afresh")
             if reply.row is not None:
                 self._write(reply.row, sent)
 
@@ -420,6 +429,7 @@ class Server:
             evaluator_bytes=sum(traffic.rx_bytes + traffic.tx_bytes for traffic in others),
             server_cpu_s=self._end_cpu_s - self._released_cpu_s,
             state_sha256=state_sha256(self.core.state.x),
+            declined=self.core.declined,
             reached_s=self._reached_s,
         )
 

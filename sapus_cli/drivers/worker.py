@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from sapus_cli.codec import Leave, State, Stop
+from sapus_cli.codec import Declined, Leave, State, Stop
 from sapus_cli.errors import RemoteProtocolError
 from sapus_cli.protocol import Phase, WorkerCore
 
@@ -89,6 +89,9 @@ class Worker:
         now = time.monotonic()
         if isinstance(message, Stop):
             self._core.stop()
+            return
+        if isinstance(message, Declined):
+            self._core.on_declined(message)
             return
         if not isinstance(message, State):
             raise RemoteProtocolError(f"a worker has no use for {message!r}")
