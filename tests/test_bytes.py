@@ -90,7 +90,8 @@ def test_counted_bytes_are_the_kernel_s_up_to_framing(tmp_path: Path, d: int) ->
     thread.start()
     clients = [Client(endpoint, "worker", rank) for rank in range(2)]
     cores = [WorkerCore(strategy, torch.zeros(d), rank) for rank in range(2)]
-    kernel_before, counted_before = kernel_bytes(port), counted(server)
+    counted_before = settled(server, 2)
+    kernel_before = kernel_bytes(port)
 
     for client, core in zip(clients, cores, strict=True):
         client.send(core.pull("f"))
@@ -103,11 +104,8 @@ def test_counted_bytes_are_the_kernel_s_up_to_framing(tmp_path: Path, d: int) ->
             assert push is not None
             client.send(push, core.outgoing)
             take(client, core)
-    # The server counts a reply after it has handed it to the socket, perhaps after it has arrived here.
-    deadline = time.monotonic() + 10
-    while counted(server).tx_frames < counted_before.tx_frames + 2 * 42 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    kernel_after, counted_after = kernel_bytes(port), counted(server)
+    counted_after = settled(server, 2 + 2 * 42)
+    kernel_after = kernel_bytes(port)
     for client in clients:
         client.send(Leave())
     tell(ours, Halt())
@@ -132,6 +130,14 @@ def counted(server: Server) -> Traffic:
     """What the server has counted of its workers."""
     workers = [peer.traffic for peer in server._workers.values()]
     return Traffic(*(sum(getattr(t, name) for t in workers) for name in Traffic.__slots__))
+
+
+def settled(server: Server, tx_frames: int) -> Traffic:
+    """What it has counted when this many frames are out: it counts a reply only after the socket has it."""
+    deadline = time.monotonic() + 10
+    while counted(server).tx_frames < tx_frames and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return counted(server)
 
 
 def take(client: Client, core: WorkerCore) -> None:
