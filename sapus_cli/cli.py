@@ -5,7 +5,9 @@ Exit codes: 0 done, 1 the run failed, 2 the call was wrong, 130 interrupted. Not
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +23,6 @@ _EXPECTED = (UserError, DamagedFileError, RunFailedError, _CommandLineError, typ
 app = typer.Typer(
     name="sapus",
     help="Compare parameter-update strategies for data-parallel training on a parameter server.",
-    no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start with: [bold]sapus run[/bold]",
@@ -40,9 +41,12 @@ def _print_version(asked: bool) -> None:  # noqa: FBT001 - the form of an option
 @app.callback()
 def _options(
     *,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     del debug, version
@@ -55,18 +59,29 @@ def main() -> None:
 
 def run_line(line: list[str]) -> int:
     """Run one command line. Returns the exit code; what went wrong is on stderr, in one line for a user's error."""
-    debug = "--debug" in line
+    words = [word for word in line if word != "--debug"] or ["--help"]
     try:
-        result: Any = app(args=[word for word in line if word != "--debug"], standalone_mode=False, prog_name="sapus")
+        result: Any = app(args=words, standalone_mode=False, prog_name="sapus")
     except _EXPECTED as error:
-        if debug:
-            raise
-        code = _exit_code(error)
-        text = error.format_message() if isinstance(error, _CommandLineError) else str(error)
-        if text:
+        if "--debug" in line:
+            traceback.print_exc()
+        elif text := _text(error):
             typer.echo(f"sapus: {text}", err=True)
-        return code
+        return _exit_code(error)
     return result if isinstance(result, int) else 0
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, RunFailedError):
+        return str(error)  # with the end of a log, line by line
+    text = str(error)
+    if isinstance(error, _CommandLineError):
+        context: Any = getattr(error, "ctx", None)
+        where = context.command_path if context else "sapus"
+        # Some versions of typer pass on how pydantic, which they use for this, begins its sentences.
+        what = error.format_message().replace("Value error, ", "").rstrip(".")
+        text = f"{what}{' See' if what.endswith('?') else '; see'} {where} --help"
+    return re.sub(r"\s*\n\s*", " ", text).strip()
 
 
 def _exit_code(error: BaseException) -> int:

@@ -9,6 +9,11 @@ import msgspec
 
 from sapus_cli.errors import UserError
 
+MOST = 10**9
+"""More of anything that is counted is a slip of the finger, and would overflow somewhere."""
+
+MOST_THREADS = 1024
+
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run: one strategy on one workload with one seed.
@@ -46,24 +51,26 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises:
             UserError: names the option, the value and the range.
         """
-        _least("--workers", self.workers, 1)
-        _least("--batch-size", self.batch_size, 1)
-        _least("--threads", self.threads, 1)
-        _least("--seed", self.seed, 0)
+        _whole("--workers", self.workers, 1, MOST)
+        _whole("--batch-size", self.batch_size, 1, MOST)
+        check_threads(self.threads)
+        _whole("--seed", self.seed, 0, 2**63 - 1)
         _between("--lr", self.lr, 0, math.inf, open_low=True)
         _between("--momentum", self.momentum, 0, 0.9999)
         _between("--weight-decay", self.weight_decay, 0, math.inf)
-        _between("--eval-every", self.eval_every_s, 0, math.inf)
+        _between("--eval-every", self.eval_every_s, 0, MOST)
+        if self.optimizer == "adamw" and self.momentum:
+            raise UserError(f"--momentum {self.momentum:g}: adamw has no such momentum; leave it out, or take sgd")
         budgets = {"--epochs": self.epochs, "--steps": self.steps, "--seconds": self.seconds}
         given = [name for name, value in budgets.items() if value is not None]
         if len(given) != 1:
             raise UserError(f"give one of --epochs, --steps and --seconds as the budget, not {' and '.join(given)}")
         if self.epochs is not None:
-            _between("--epochs", self.epochs, 0, math.inf, open_low=True)
+            _between("--epochs", self.epochs, 0, MOST, open_low=True)
         if self.steps is not None:
-            _least("--steps", self.steps, 1)
+            _whole("--steps", self.steps, 1, MOST)
         if self.seconds is not None:
-            _between("--seconds", self.seconds, 0, math.inf, open_low=True)
+            _between("--seconds", self.seconds, 0, MOST, open_low=True)
         if self.target_accuracy is not None:
             _between("--target-accuracy", self.target_accuracy, 0, 1, open_low=True)
 
@@ -74,14 +81,23 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return max(1, math.ceil(self.epochs * n_train / (self.workers * self.batch_size)))
 
 
-def _least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise UserError(f"{option} {value}: must be a whole number of at least {least}")
+def check_threads(threads: int) -> None:
+    """Refuse a number of torch threads that no process can have.
+
+    Raises:
+        UserError: names the value and the range.
+    """
+    _whole("--threads", threads, 1, MOST_THREADS)
+
+
+def _whole(option: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UserError(f"{option} {value}: must be a whole number from {least} to {most}")
 
 
 def _between(option: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
     if not inside:
-        above = "above" if open_low else "at least"
-        top = "" if math.isinf(high) else f" and at most {high:g}"
+        above = "above" if open_low else "of at least"
+        top = "" if math.isinf(high) else f" and at most {high:.10g}"
         raise UserError(f"{option} {value:g}: must be a number {above} {low:g}{top}")

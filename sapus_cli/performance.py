@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 STEP_WEIGHT = 0.1
 """Weight of a new step time: half-life ln 2 / -ln(1 - 0.1) = 6.6 pushes."""
@@ -22,12 +25,15 @@ OUTLIER = 4.0
 """A new value counts as at most this many times the average, and at least its reciprocal."""
 GUARD = 1.5
 """With overlap an interval lasts at least this many exchanges, so that a worker does not push at every reply."""
+FREE = 0.1
+"""An exchange of at most this many steps costs next to nothing."""
 MOST_STEPS = 100_000
 """No bound is ever longer."""
 _RATES = 64
+_OWN_EXCHANGES = 16
 
 Resource = Literal["cpu", "network", "memory", "guard", "none"]
-Bound = Literal["theory", "resource", "momentum", "floor"]
+Bound = Literal["theory", "resource", "momentum", "none"]
 
 
 @dataclass
@@ -59,6 +65,24 @@ class WorkerTimes:
 
     step_s: Average = field(default_factory=lambda: Average(STEP_WEIGHT))
     exchange_s: Average = field(default_factory=lambda: Average(EXCHANGE_WEIGHT))
+    pushes: int = 0
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_EXCHANGES))
+
+    @property
+    def unqueued_s(self) -> float | None:
+        """What an exchange takes while nobody stands in the way: the lower quartile of the latest 16; None at first.
+
+        A bound that counted the time in queues would grow with the queue that it is there to prevent.
+        """
+        return _lower_quartile(self._latest) if self._latest else None
+
+    def add(self, step_s: float, exchange_s: float) -> None:
+        """Take note of a push: its mean step time, and how long the exchange before it took, if there was one."""
+        self.pushes += 1
+        self.step_s.add(step_s)
+        if self.pushes > 1:
+            self.exchange_s.add(exchange_s)
+            self._latest.append(exchange_s)
 
 
 @dataclass
@@ -89,8 +113,7 @@ class ServerLoad:
         """The link's rate in each direction as it has shown; None before the first exchange."""
         if not self._exchanges:
             return None
-        quick = sorted(self._exchanges)[len(self._exchanges) // 4]
-        return 2 * self._bytes / quick
+        return 2 * self._bytes / _lower_quartile(self._exchanges)
 
 
 class Load(NamedTuple):
@@ -175,6 +198,23 @@ def theoretical_lower(c: float, horizon: float) -> int:
     return high
 
 
+def momentum_bound(h_min: int, c: float, momentum: float) -> int:
+    """The interval to take in the place of a lower bound that local momentum makes a bad one.
+
+    A velocity outlives about 1 / (1 - mu) steps. Intervals above 1 and below that were measured to be bad, longer ones
+    and 1 were not (docs/algorithm.md): so it is 1 where an exchange costs next to nothing, and 1 / (1 - mu) elsewhere.
+
+    Args:
+        h_min: the lower bound without regard to momentum.
+        c: exchange time in steps.
+        momentum: mu, in [0, 1).
+    """
+    memory = _steps(1 / (1 - momentum))
+    if h_min >= memory:
+        return h_min
+    return 1 if h_min == 1 and c <= FREE else memory
+
+
 def theoretical_upper(steps_taken: float, workers: int) -> int:
     """The longest interval at which local SGD still converges at the rate of minibatch SGD, up to constants.
 
@@ -228,6 +268,10 @@ def marginal_due(history: list[float], c: float) -> bool:
     """
     k = len(history)
     return marginal_elasticity(history) <= k / (k + c) * (1 + 1e-9)
+
+
+def _lower_quartile(values: Collection[float]) -> float:
+    return sorted(values)[len(values) // 4]
 
 
 def _steps(k: float) -> int:

@@ -43,9 +43,11 @@ def strategy_class(name: str) -> type[AnyStrategy]:
             raise unknown("strategy", name, known, "Or name a class of your own as package.module:Class.")
         where = known[name]
     module_name, _, class_name = where.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
+        raise UserError(f"strategy '{name}': '{where}' is not of the form package.module:Class")
     cls = getattr(_module(name, module_name), class_name, None)
     if cls is None:
-        raise UserError(f"strategy '{name}': the module {module_name} has no class {class_name}")
+        raise UserError(f"strategy '{name}': the module {module_name} has no class {class_name}; correct the name")
     if fault := fault_of(cls):
         raise UserError(f"strategy '{name}': {class_name} is not a strategy: {fault}")
     return typing.cast("type[AnyStrategy]", cls)
@@ -68,13 +70,22 @@ def build(name: str, params: Mapping[str, Value]) -> AnyStrategy:
         values[key] = _convert(name, key, value, types[key])
     try:
         return cls(**values)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(f"strategy {name}: {error}") from error
 
 
 def hyper_parameters(cls: type[AnyStrategy]) -> dict[str, Any]:
-    """Names and types of a strategy's hyper-parameters."""
-    hints = get_type_hints(cls)
+    """Names and types of a strategy's hyper-parameters.
+
+    Raises:
+        UserError: a type is named that cannot be looked up.
+    """
+    try:
+        hints = get_type_hints(cls)
+    except NameError as error:
+        raise UserError(
+            f"strategy {cls.__name__}: {error}; import what its hyper-parameters are annotated with at run time"
+        ) from error
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
 
 
@@ -140,7 +151,7 @@ def _module(name: str, module_name: str) -> Any:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = type(error).__name__
         raise UserError(f"strategy '{name}': cannot import {module_name}: {kind}: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -12,6 +13,7 @@ from sapus_cli.performance import (
     curvature_upper,
     marginal_due,
     marginal_elasticity,
+    momentum_bound,
     resource_bound,
     theoretical_lower,
     theoretical_upper,
@@ -39,6 +41,7 @@ class Watch:
     h_min: int = 1
     h_max: int = 1
     c: float = 0.0
+    measured: bool = False
 
 
 class Bounds(NamedTuple):
@@ -49,6 +52,7 @@ class Bounds(NamedTuple):
     lower: str = "none"
     resource: str = "none"
     c: float = 0.0
+    measured: bool = False
 
 
 class Bounding(Protocol):
@@ -192,7 +196,8 @@ def watch(w: Watch, step: Step, *, sample: int, overlap: bool) -> Push | None:
     }
     w.norms.clear()
     w.squares, w.n_squares = 0.0, 0
-    return Push(info=info, wait=not overlap)
+    # Until an exchange has been measured, nobody knows what it costs to wait for one.
+    return Push(info=info, wait=w.measured and not overlap)
 
 
 def due(w: Watch, step: Step) -> str | None:
@@ -209,28 +214,27 @@ def due(w: Watch, step: Step) -> str | None:
 def heed(w: Watch, hint: Mapping[str, float]) -> None:
     """Take over the bounds that came with a reply."""
     w.h_min, w.h_max, w.c = int(hint["h_min"]), int(hint["h_max"]), hint["c"]
+    w.measured = hint["measured"] > 0
 
 
 def answer(s: Measured, msg: Received, bounding: Bounding, info: Info) -> tuple[Reply, ...]:
     """Learn from a push and answer it: the global state, the worker's next bounds, and what bounded this push."""
     before = s.told.get(msg.worker, Bounds())
     bounds = s.told[msg.worker] = bounds_of(s, msg, bounding)
-    hint = {"h_min": bounds.h_min, "h_max": bounds.h_max, "c": bounds.c}
+    hint = {"h_min": bounds.h_min, "h_max": bounds.h_max, "c": bounds.c, "measured": float(bounds.measured)}
     return (Reply(msg.worker, hint=hint, info={"lower": before.lower, "resource": before.resource, **info}),)
 
 
 def bounds_of(s: Measured, msg: Received, bounding: Bounding) -> Bounds:
     """The bounds of a worker's next interval, from everything measured so far, this push included."""
     times = s.times.setdefault(msg.worker, WorkerTimes())
+    times.add(msg.step_s, msg.exchange_s)
     s.steps[msg.worker] = s.steps.get(msg.worker, 0) + msg.n_steps
     s.load.add(msg.server_cpu_s, msg.exchange_s, msg.bytes)
-    times.step_s.add(msg.step_s)
-    if msg.exchange_s > 0:
-        times.exchange_s.add(msg.exchange_s)
-    step_s, exchange_s = times.step_s.value, times.exchange_s.value
-    rate = s.setting.link_bytes_per_s or s.load.measured_bytes_per_s
-    if not step_s or not exchange_s or not rate:
+    step_s, exchange_s = times.step_s.value, times.unqueued_s
+    if not step_s or exchange_s is None:
         return Bounds()
+    rate = s.setting.link_bytes_per_s or s.load.measured_bytes_per_s or math.inf
     c = exchange_s / step_s
     load = Load(msg.bytes, rate, s.load.cpu_s.value or 0.0, s.setting.server_cores, s.setting.memory_bytes)
     n = len(s.members)
@@ -239,8 +243,12 @@ def bounds_of(s: Measured, msg: Received, bounding: Bounding) -> Bounds:
     )
     theory = theoretical_lower(c, bounding.horizon)
     h_min = max(resource.steps, theory)
+    lower = "resource" if resource.steps > theory else "theory"
+    if s.setting.momentum > 0:
+        unbound, h_min = h_min, momentum_bound(h_min, c, s.setting.momentum)
+        lower = lower if h_min == unbound else "momentum"
     upper = theoretical_upper(s.steps[msg.worker], n)
     if bounding.lr_curvature > 0:
         upper = min(upper, curvature_upper(bounding.lr_curvature))
     h_max = max(h_min, upper)
-    return Bounds(h_min, h_max, "resource" if resource.steps > theory else "theory", resource.resource, c)
+    return Bounds(h_min, h_max, lower, resource.resource, c, measured=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from processes import sapus
 
+from strategies import REGISTRY
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,3 +46,24 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_page_of_strategies_is_what_its_command_prints(tmp_path: Path) -> None:
+    page = (ROOT / "docs/strategies.md").read_text()
+    command = re.fullmatch(r"<!-- Made by: sapus (.+) > docs/strategies.md -->", page.splitlines()[0])
+    assert command
+    done = sapus(*command[1].split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == page, f"run: sapus {command[1]} > docs/strategies.md"
+    for name in REGISTRY:
+        assert f"| [`{name}`](#{name}) |" in page
+        assert f"\n## {name}\n" in page
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {5}, "a bar in a cell is not escaped"
+
+
+def test_the_markdown_of_one_strategy_is_its_section(tmp_path: Path) -> None:
+    done = sapus("strategies", "ssp", "--format", "markdown", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("## ssp\n")
+    assert done.stdout in (ROOT / "docs/strategies.md").read_text()

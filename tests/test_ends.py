@@ -119,6 +119,7 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     run = start(tmp_path, *LONG)
     run.wait_for_pushes()
+    run.wait_for(lambda: (run.folder / "resources.csv").read_text().count("\n") > 1, "first sample")
     family = run.family()
     assert len(family) >= 5
     run.process.kill()

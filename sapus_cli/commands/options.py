@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -38,21 +40,64 @@ def _option(*names: str, text: str, panel: str | None = None, **more: Any) -> An
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
+def whole(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
+    """An option that takes a whole number; what is none is refused with the name and the value."""
+
+    def parse(value: str) -> int:
+        try:
+            return int(value)
+        except ValueError:
+            raise UserError(f"{names[0]} {value}: must be a whole number") from None
+
+    return _option(*names, text=text, panel=panel, parser=parse, metavar="N", **more)
+
+
+def _real(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
+    def parse(value: str) -> float:
+        try:
+            return float(value)
+        except ValueError:
+            raise UserError(f"{names[0]} {value}: must be a number") from None
+
+    return _option(*names, text=text, panel=panel, parser=parse, metavar="X", **more)
+
+
+def flag(*names: str, text: str, panel: str | None = None) -> Any:
+    """An option without a value."""
+    return _option(*names, text=text, panel=panel, metavar="")
+
+
+# The options of the commands that make a run folder.
+Results = Annotated[Path, _option("--results", text="Folder that gets the run folder.", metavar="FOLDER")]
+Name = Annotated[
+    str | None, _option("--name", text="Name of the run folder, in place of the usual one.", metavar="NAME")
+]
+Quiet = Annotated[bool, flag("--quiet", "-q", text="Print nothing unless something goes wrong.")]
+AsJson = Annotated[bool, flag("--json", text="Print the summary, and only it, as JSON on stdout.")]
+
+
 def _config(
     *,
     strategy: Annotated[
         str,
-        _option("--strategy", "-s", text="Update strategy: a name from 'sapus strategies', or package.module:Class."),
+        _option(
+            "--strategy",
+            "-s",
+            metavar="NAME",
+            text="Update strategy: a name from 'sapus strategies', or package.module:Class.",
+        ),
     ] = "local-sgd",
     param: Annotated[
-        list[str] | None, _option("--param", "-p", text="A hyper-parameter of the strategy, as key=value; repeatable.")
+        list[str] | None,
+        _option("--param", "-p", metavar="KEY=VALUE", text="A hyper-parameter of the strategy, as in h=8; repeatable."),
     ] = None,
-    workers: Annotated[int, _option("--workers", "-w", text="Number of worker processes.")] = 8,
-    seed: Annotated[int, _option("--seed", text="Seed of initial state, partition and sample order.")] = 0,
+    workers: Annotated[int, whole("--workers", "-w", text="Number of worker processes.")] = 8,
+    seed: Annotated[int, whole("--seed", text="Seed of initial state, partition and sample order.")] = 0,
     dataset: Annotated[
         str,
         _option(
             "--dataset",
+            metavar="NAME",
             text="digits, mnist5k, pydoc, mnist, fashion-mnist, cifar10, cifar100 or fake:CxHxW:K.",
             panel=WORKLOAD,
         ),
@@ -61,44 +106,51 @@ def _config(
         str | None,
         _option(
             "--model",
+            metavar="NAME",
             text="mlp, cnn, lenet5, resnet20, gpt or torchvision:NAME.",
             panel=WORKLOAD,
             show_default="gpt for pydoc, else cnn",
         ),
     ] = None,
     data_dir: Annotated[
-        str | None, _option("--data-dir", text="Folder of the torchvision data sets.", panel=WORKLOAD)
+        str | None, _option("--data-dir", metavar="FOLDER", text="Folder of the torchvision data sets.", panel=WORKLOAD)
     ] = None,
     download: Annotated[
-        bool, _option("--download", text="Fetch a missing torchvision data set into --data-dir.", panel=WORKLOAD)
+        bool, flag("--download", text="Fetch a missing torchvision data set into --data-dir.", panel=WORKLOAD)
     ] = False,
     partition: Annotated[
-        str, _option("--partition", text="How workers share the training set: iid or dirichlet:ALPHA.", panel=WORKLOAD)
+        str,
+        _option(
+            "--partition",
+            metavar="HOW",
+            text="How workers share the training set: iid or dirichlet:ALPHA.",
+            panel=WORKLOAD,
+        ),
     ] = "iid",
-    batch_size: Annotated[int, _option("--batch-size", text="Samples in a worker's minibatch.", panel=TRAINING)] = 32,
+    batch_size: Annotated[int, whole("--batch-size", text="Samples in a worker's minibatch.", panel=TRAINING)] = 32,
     optimizer: Annotated[Optimizer, _option("--optimizer", text="Local optimizer.", panel=TRAINING)] = Optimizer.sgd,
-    lr: Annotated[float, _option("--lr", text="Learning rate.", panel=TRAINING)] = 0.1,
-    momentum: Annotated[float, _option("--momentum", text="Momentum of sgd.", panel=TRAINING)] = 0.0,
-    weight_decay: Annotated[float, _option("--weight-decay", text="Weight decay.", panel=TRAINING)] = 0.0,
+    lr: Annotated[float, _real("--lr", text="Learning rate.", panel=TRAINING)] = 0.1,
+    momentum: Annotated[float, _real("--momentum", text="Momentum of sgd.", panel=TRAINING)] = 0.0,
+    weight_decay: Annotated[float, _real("--weight-decay", text="Weight decay.", panel=TRAINING)] = 0.0,
     device: Annotated[Device, _option("--device", text="Where the workers compute.", panel=TRAINING)] = Device.auto,
-    threads: Annotated[int, _option("--threads", text="Torch threads of each process.", panel=TRAINING)] = 1,
+    threads: Annotated[int, whole("--threads", text="Torch threads of each process.", panel=TRAINING)] = 1,
     epochs: Annotated[
         float | None,
-        _option(
+        _real(
             "--epochs",
             text="Passes over the training set, all workers together.",
             panel=BUDGET,
             show_default="120 for digits, 30 for mnist5k, 3 for pydoc, else 10",
         ),
     ] = None,
-    steps: Annotated[int | None, _option("--steps", text="Local steps of each worker.", panel=BUDGET)] = None,
-    seconds: Annotated[float | None, _option("--seconds", text="Seconds of training.", panel=BUDGET)] = None,
+    steps: Annotated[int | None, whole("--steps", text="Local steps of each worker.", panel=BUDGET)] = None,
+    seconds: Annotated[float | None, _real("--seconds", text="Seconds of training.", panel=BUDGET)] = None,
     target_accuracy: Annotated[
         float | None,
-        _option("--target-accuracy", text="Stop when the global model reaches this, as in 0.95.", panel=BUDGET),
+        _real("--target-accuracy", text="Stop when the global model reaches this, as in 0.95.", panel=BUDGET),
     ] = None,
     eval_every: Annotated[
-        float, _option("--eval-every", text="Least seconds between two evaluations.", panel=BUDGET)
+        float, _real("--eval-every", text="Least seconds between two evaluations.", panel=BUDGET)
     ] = 0.5,
 ) -> RunConfig:
     if epochs is None and steps is None and seconds is None:
@@ -153,6 +205,28 @@ def _params(pairs: list[str]) -> dict[str, bool | int | float | str]:
         if not equals or not key.strip():
             raise UserError(f"--param {pair}: must be key=value, as in --param h=8")
         if key.strip() in params:
-            raise UserError(f"--param {pair}: {key.strip()} is given twice")
+            raise UserError(f"--param {pair}: {key.strip()} is given twice; give it once")
         params[key.strip()] = value.strip()
     return params
+
+
+def endpoint_parts(option: str, endpoint: str) -> tuple[str, str]:
+    """Host and port of tcp://HOST:PORT, as they were written.
+
+    Raises:
+        UserError: it has another form.
+    """
+    match = re.fullmatch(r"tcp://([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):([^\s:/]+)", endpoint)
+    if match is None:
+        raise UserError(f"{option} {endpoint}: must be tcp://HOST:PORT, as in tcp://127.0.0.1:5555")
+    return match[1], match[2]
+
+
+def check_port(given: str, port: str, alternative: str = "") -> None:
+    """Refuse what is no port; `given` is the option with its value, `alternative` what else would do.
+
+    Raises:
+        UserError: no such port.
+    """
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):  # noqa: PLR2004 - the range of TCP ports
+        raise UserError(f"{given}: the port must be a whole number from 1 to 65535{alternative}")

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from sapus_cli.commands.options import takes_run_options
+from sapus_cli.commands.options import AsJson, Name, Quiet, Results, check_port, takes_run_options, whole
 from sapus_cli.config import RunConfig  # noqa: TC001 - typer reads the annotations
-from sapus_cli.errors import UserError
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -24,28 +21,17 @@ EXAMPLES = (
 def command(
     config: RunConfig,
     *,
-    results: Annotated[Path, typer.Option("--results", help="Folder that gets the run folder.")] = Path("results"),
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the run folder, in place of the usual one.")
-    ] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port of the server; a free one by default.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing unless something goes wrong.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary, and only it, as JSON on stdout.")] = False,
+    results: Results = Path("results"),
+    name: Name = None,
+    port: Annotated[int | None, whole("--port", text="Port of the server; a free one by default.")] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> int:
     """Train a model with one strategy: a server, N workers and an evaluator on this machine."""
-    endpoint = loopback_endpoint("*" if port is None else str(port))
+    if port is not None:
+        check_port(f"--port {port}", str(port), "; leave it out for a free one")
+    endpoint = f"tcp://127.0.0.1:{'*' if port is None else port}"
     return launch(config, results, name, endpoint, own_workers=True, quiet=quiet, as_json=as_json)
-
-
-def loopback_endpoint(port: str) -> str:
-    """The endpoint on loopback with this port; * lets the system choose.
-
-    Raises:
-        UserError: no such port.
-    """
-    if port != "*" and not (port.isdecimal() and 1 <= int(port) <= 65535):  # noqa: PLR2004 - the range of TCP ports
-        raise UserError(f"port {port}: must be a number from 1 to 65535")
-    return f"tcp://127.0.0.1:{port}"
 
 
 def launch(

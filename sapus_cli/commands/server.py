@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from sapus_cli.commands.options import takes_run_options
-from sapus_cli.commands.run import launch, loopback_endpoint
+from sapus_cli.commands.options import AsJson, Name, Quiet, Results, check_port, endpoint_parts, takes_run_options
+from sapus_cli.commands.run import launch
 from sapus_cli.config import RunConfig  # noqa: TC001 - typer reads the annotations
 from sapus_cli.errors import UserError
 
@@ -25,14 +25,13 @@ def command(
     config: RunConfig,
     *,
     bind: Annotated[
-        str, typer.Option("--bind", help="Where to listen; port * means a free one.")
+        str,
+        typer.Option("--bind", metavar="ENDPOINT", help="Where to listen, as tcp://HOST:PORT; port * is a free one."),
     ] = "tcp://127.0.0.1:*",
-    results: Annotated[Path, typer.Option("--results", help="Folder that gets the run folder.")] = Path("results"),
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the run folder, in place of the usual one.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing unless something goes wrong.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary, and only it, as JSON on stdout.")] = False,
+    results: Results = Path("results"),
+    name: Name = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> int:
     """Start the server and the evaluator of a run, and wait for workers started by hand."""
     endpoint = checked_endpoint(bind)
@@ -45,13 +44,12 @@ def checked_endpoint(bind: str) -> str:
     Raises:
         UserError: it is malformed, or open to other machines, which needs encryption that is not there yet.
     """
-    scheme, _, address = bind.partition("://")
-    host, colon, port = address.rpartition(":")
-    if scheme != "tcp" or not host or not colon:
-        raise UserError(f"--bind {bind}: must be tcp://HOST:PORT, as in tcp://127.0.0.1:5555")
+    host, port = endpoint_parts("--bind", bind)
     if host not in LOOPBACK_HOSTS:
-        raise UserError(f"--bind {bind}: the server listens on loopback only ({' or '.join(LOOPBACK_HOSTS)})")
-    return loopback_endpoint(port)
+        raise UserError(f"--bind {bind}: the server listens on loopback only; give tcp://127.0.0.1:{port}")
+    if port != "*":
+        check_port(f"--bind {bind}", port, ", or * for a free one")
+    return f"tcp://127.0.0.1:{port}"
 
 
 command.__name__ = "server"

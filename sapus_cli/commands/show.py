@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sapus_cli.commands.options import flag
+from sapus_cli.errors import UserError
+
 if TYPE_CHECKING:
     import polars as pl
     from rich.console import Console
@@ -16,14 +19,17 @@ MOST_EVALS = 12
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run folder.")],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print run.json as it is.")] = False,
+    as_json: Annotated[bool, flag("--json", text="Print run.json as it is.")] = False,
 ) -> int:
     """Show one run: what it was asked, how it ended, and a line a worker."""
     from sapus_cli import traces  # noqa: PLC0415 - heavy imports wait until they are needed
 
-    record = traces.read_run(run)
+    try:
+        record = traces.read_run(run)
+    except UserError as error:
+        raise UserError(f"{error}; give the folder of a run, as in results/NAME") from error
     if as_json:
         typer.echo((run / "run.json").read_text())
         return 0

@@ -33,7 +33,7 @@ class Client:
 
     Raises from every call:
         RemoteProtocolError: the server sent what is no message, or refused ours.
-        RunFailedError: no answer to the greeting in time.
+        RunFailedError: the endpoint is none, or no answer to the greeting in time.
     """
 
     def __init__(self, endpoint: str, role: Literal["worker", "evaluator"], rank: int = -1) -> None:
@@ -42,9 +42,16 @@ class Client:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.connect(endpoint)
         self._elements = 0
-        self.welcome = self._greet(Hello(protocol=PROTOCOL_VERSION, role=role, rank=rank))
+        try:
+            self._socket.connect(endpoint)
+            self.welcome = self._greet(Hello(protocol=PROTOCOL_VERSION, role=role, rank=rank))
+        except zmq.ZMQError as error:
+            self._abandon()
+            raise RunFailedError(f"cannot connect to {endpoint}: {error}") from error
+        except (RunFailedError, RemoteProtocolError):
+            self._abandon()
+            raise
         self._elements = self.welcome.elements
 
     def send(self, message: FromClient, vector: Vec | None = None) -> None:
@@ -83,13 +90,18 @@ class Client:
         self._socket.close()
         self._context.term()
 
+    def _abandon(self) -> None:
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.close()
+
     def _greet(self, hello: Hello) -> Welcome:
         self.send(hello)
         answer = self.receive(None, HANDSHAKE_MS)
         if answer is None:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self.close()
-            raise RunFailedError(f"no sapus server answered at {self.endpoint} within {HANDSHAKE_MS // 1000} s")
+            raise RunFailedError(
+                f"no sapus server answered at {self.endpoint} within {HANDSHAKE_MS / 1000:g} s; "
+                "start one there with sapus server, or correct the endpoint"
+            )
         if not isinstance(answer, Welcome):
             raise RemoteProtocolError(f"the server at {self.endpoint} answered the greeting with {answer!r}")
         return answer

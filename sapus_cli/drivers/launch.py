@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from typing import TYPE_CHECKING, Any, Protocol
@@ -210,7 +210,7 @@ class Launcher:
             traces.Trace(self._folder / "events.csv", traces.EVENTS) as self._events,
         ):
             for child in self._children:
-                tell(child.pipe, Begin(str(self._folder), bound))
+                self._tell(child, Begin(str(self._folder), bound))
             try:
                 self._watch()
             except RunFailedError as error:
@@ -319,6 +319,12 @@ class Launcher:
             case _:
                 raise RunFailedError(f"the {child.name} said {line!r}")
 
+    @staticmethod
+    def _tell(child: _Child, line: Line) -> None:
+        # A child that is gone is found by its exit code.
+        with suppress(BrokenPipeError):
+            tell(child.pipe, line)
+
     def _look_for_signals(self) -> None:
         if not self._signals:
             return
@@ -327,9 +333,10 @@ class Launcher:
             self._halt_by = now + HALT_S
             self._note_event(Happened(self._now(), "signal", "launcher", 0, self._signals[0]))
             for child in self._children:
-                if child.role == "server" and child.process.is_alive():
-                    tell(child.pipe, Halt())
-        if self._ended is not None or now > self._halt_by or len(self._signals) > 1:
+                if child.role == "server":
+                    self._tell(child, Halt())
+        server_gone = any(child.role == "server" and child.silent for child in self._children)
+        if self._ended is not None or server_gone or now > self._halt_by or len(self._signals) > 1:
             raise InterruptedRunError(f"interrupted by {self._signals[0]}")
 
     def _fail(self, child: _Child) -> None:

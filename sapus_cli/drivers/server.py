@@ -272,7 +272,11 @@ class Server:
         replies = self.core.push(
             peer.rank, message, vector, self.now, n_bytes, time.process_time() - self._released_cpu_s
         )
-        if self.core.declined == declined:
+        if self.core.declined > declined:
+            self._tell_event("declined", peer.rank, f"push {message.seq} is not finite")
+            if not any(isinstance(reply.message, Declined) for reply in replies):
+                self._tell_event("fresh", peer.rank, "told to pull afresh")
+        else:
             peer.pushes += 1
             peer.steps += message.n_steps
             peer.interval = message.n_steps
@@ -321,10 +325,6 @@ class Server:
     def _answer(self, replies: Sequence[Outgoing]) -> None:
         for reply in replies:
             sent = self._send(self._workers[reply.worker].identity, reply.message, reply.vector)
-            if isinstance(reply.message, Declined):
-                self._tell_event("declined", reply.worker, f"push {reply.message.seq} is not finite")
-            elif reply.message.fresh and self._released:
-                self._tell_event("fresh", reply.worker, "told to pull afresh")
             if reply.row is not None:
                 self._write(reply.row, sent)
 
