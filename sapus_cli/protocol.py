@@ -91,7 +91,7 @@ class WorkerCore:
         steps: local steps taken in the whole run.
     """
 
-    def __init__(self, strategy: AnyStrategy, local: Vec, worker: int) -> None:
+    def __init__(self, strategy: AnyStrategy, local: Vec, worker: int, n_params: int | None = None) -> None:
         self.phase = Phase.NEW
         self.steps = 0
         self.worker = worker
@@ -103,6 +103,7 @@ class WorkerCore:
         self._update = self.outgoing if on_host else torch.empty_like(local)
         self._at_push: Vec | None = None
         self._strategy = strategy
+        self._n_params = n_params
         self._state: object = None
         self._in_flight = False
         self._ending = False
@@ -144,7 +145,15 @@ class WorkerCore:
             if last:
                 self.phase = Phase.WAITING
             return None
-        step = Step(t=self.steps, k=self._interval.k, params=self.local, pulled=self.pulled, loss=loss, last=last)
+        step = Step(
+            t=self.steps,
+            k=self._interval.k,
+            params=self.local,
+            pulled=self.pulled,
+            loss=loss,
+            last=last,
+            n_params=self._n_params,
+        )
         decision = self._strategy.after_step(self._state, step)
         if decision is None:
             return self._tail(now) if last else None

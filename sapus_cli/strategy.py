@@ -47,6 +47,8 @@ class Step(NamedTuple):
         loss: mean training loss of this step's minibatch.
         last: no step follows: the budget ends here. A strategy that returns None for it pushes all the same: the
             accumulated update goes out with the reason "last".
+        n_params: how many elements, the first ones, are trainable parameters; the others are buffers (the statistics
+            of BatchNorm). None: all.
     """
 
     t: int
@@ -55,6 +57,7 @@ class Step(NamedTuple):
     pulled: Vec
     loss: float
     last: bool
+    n_params: int | None = None
 
 
 class Push(NamedTuple):

@@ -62,8 +62,8 @@ class SapusWeighted(Strategy[Watch, Window]):
     Hyper-parameters:
         rho: as for sapus, in (0, 1]. Default 0.9: ours.
         horizon: as for sapus, above 0. Default 40: ours.
-        overlap: as for sapus. Default false: ours.
-        sample: as for sapus, at least 64. Default 131072: ours.
+        overlap: as for sapus. Default true: ours.
+        sample: as for sapus, at least 64. Default 16384: ours.
         lr_curvature: as for sapus, at least 0. Default 0: not known.
         weighting: "window" is the rule above; "loss-share" the plain share w_i = (1/N) r_i / mean r, r = loss^-power,
             kept as an ablation: on label-sorted shards one worker can take all the weight. Default "window": ours.
@@ -74,8 +74,8 @@ class SapusWeighted(Strategy[Watch, Window]):
 
     rho: float = 0.9
     horizon: float = 40.0
-    overlap: bool = False
-    sample: int = 131_072
+    overlap: bool = True
+    sample: int = 16_384
     lr_curvature: float = 0.0
     weighting: Literal["window", "loss-share"] = "window"
     power: float = 1.0
@@ -87,7 +87,7 @@ class SapusWeighted(Strategy[Watch, Window]):
 
     def init_worker(self, x0: Vec, worker: int) -> Watch:
         """As sapus."""
-        return Watch(difference=sapus.rows(x0, self.sample).clone())
+        return Watch()
 
     def after_step(self, w: Watch, step: Step) -> Push | None:
         """As sapus."""
@@ -119,10 +119,13 @@ class SapusWeighted(Strategy[Watch, Window]):
 
 def enter(s: Window, msg: Received) -> None:
     """Take a push's loss, its variance (smoothed 0.8/0.2) and its timing into the window."""
-    given = float(msg.info.get("loss_variance", 0.0))
-    before = s.losses.get(msg.worker)
-    variance = given if before is None else before[1] + SMOOTHING * (given - before[1])
-    s.losses[msg.worker] = (msg.loss, max(variance, FLOOR))
+    given, before = msg.info.get("loss_variance"), s.losses.get(msg.worker)
+    # A loss whose variance nobody knows yet (one step, no difference) cannot be compared: it stays out.
+    if given is not None:
+        variance = max(float(given), FLOOR)
+        if before is not None:
+            variance = before[1] + SMOOTHING * (variance - before[1])
+        s.losses[msg.worker] = (msg.loss, variance)
     worker = s.seen.get(msg.worker)
     if worker is None:
         worker = s.seen[msg.worker] = Seen(msg.now, msg.n_steps, at_pull=dict(s.losses))
@@ -143,7 +146,8 @@ def window_weight(s: Window, msg: Received) -> tuple[float, dict[str, float]]:
     z_typical = max(0.0, low_median([seen.z for seen in s.seen.values()]))
     fresh = {j: freshness(z, z_typical) for j, z in z_now.items()}
     rates = {j: rate(seen, msg.now) for j, seen in s.seen.items()}
-    reference = sorted(rates.values())[len(rates) // 2]
+    known = sorted(r for r in rates.values() if math.isfinite(r))
+    reference = known[len(known) // 2] if known else 0.0
     # A worker that has never pushed counts as one that contributes.
     n_eff = max(1.0, n - len(s.seen) + sum(part(rates[j], reference) * fresh[j] for j in s.seen))
     fall = improvement(s.past[0], s.losses) if s.pushes > n else 0.0
@@ -155,7 +159,9 @@ def window_weight(s: Window, msg: Received) -> tuple[float, dict[str, float]]:
 
 
 def loss_share(s: Window, msg: Received, power: float) -> tuple[float, dict[str, float]]:
-    """The plain share (1/N) r_i / mean r over the window, r = loss^-power."""
+    """The plain share (1/N) r_i / mean r over the window, r = loss^-power; 1/N for who is not in it yet."""
+    if msg.worker not in s.losses:
+        return s.weight, {}
     shares = {j: max(loss, FLOOR) ** -power for j, (loss, _) in s.losses.items()}
     return s.weight * shares[msg.worker] * len(shares) / sum(shares.values()), {}
 
@@ -174,10 +180,9 @@ def freshness(z: float, typical: float) -> float:
 
 
 def rate(seen: Seen, now: float) -> float:
-    """Steps a second of a worker; one that is late loses rate as it stays silent. Infinite before its second push."""
-    if seen.interval_s <= 0:
-        return math.inf
-    return seen.n_steps / max(seen.interval_s, (now - seen.pushed_s) / 1.5)
+    """Steps a second of a worker; it falls while the worker stays silent. Infinite at the moment of its first push."""
+    seconds = max(seen.interval_s, (now - seen.pushed_s) / 1.5)
+    return seen.n_steps / seconds if seconds > 0 else math.inf
 
 
 def part(rate_: float, reference: float) -> float:

@@ -147,7 +147,13 @@ def train(client: Client, config: RunConfig, strategy: AnyStrategy, ready: Prepa
     trainer.warm_up()
     steps = config.steps_per_worker(len(data.train_x))
     worker = Worker(
-        client, strategy, trainer, fingerprint=trainer.flat.fingerprint, steps=steps, seconds=config.seconds
+        client,
+        strategy,
+        trainer,
+        fingerprint=trainer.flat.fingerprint,
+        n_params=trainer.flat.n_params,
+        steps=steps,
+        seconds=config.seconds,
     )
     reason = worker.run()
     client.close()

@@ -34,6 +34,7 @@ class Worker:
         strategy: the run's strategy.
         trainer: the model, its data and its optimizer.
         fingerprint: the model's layout.
+        n_params: elements of the state that are trainable parameters, its first ones.
         steps: local steps to take at most; None for no bound.
         seconds: seconds to train at most, from the release of all workers; None for no bound.
     """
@@ -45,6 +46,7 @@ class Worker:
         trainer: Steps,
         *,
         fingerprint: str,
+        n_params: int,
         steps: int | None,
         seconds: float | None,
     ) -> None:
@@ -53,7 +55,7 @@ class Worker:
         self._fingerprint = fingerprint
         self._steps = steps
         self._seconds = seconds
-        self._core = WorkerCore(strategy, trainer.vector, client.welcome.rank)
+        self._core = WorkerCore(strategy, trainer.vector, client.welcome.rank, n_params)
         self._released = 0.0
 
     def run(self) -> str:
