@@ -187,6 +187,7 @@ def test_every_step_reaches_the_server_once_with_overlap_in_any_order(random: ob
 def test_a_worker_that_is_told_to_stop_pushes_what_it_has_and_ends() -> None:
     worker = WorkerCore(LocalSgd(h=100), torch.zeros(1), 0)
     worker.pull("f")
+    worker.incoming.zero_()
     worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     worker.after_step(1.0, 32, 0.1, 0.0, last=False)
     worker.stop()
@@ -210,6 +211,7 @@ def test_a_worker_with_nothing_to_push_stops_at_once() -> None:
 def test_time_the_server_withheld_is_not_exchange_time() -> None:
     worker = WorkerCore(Bsp(), torch.zeros(1), 0)
     worker.pull("f")
+    worker.incoming.zero_()
     worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     worker.after_step(1.0, 32, 0.1, 10.0, last=False)
     worker.on_state(State(version=1, t_s=0.0, held_s=3.0), 15.0)
@@ -227,6 +229,7 @@ def test_a_worker_refuses_what_it_did_not_ask_for() -> None:
     worker.pull("f")
     with pytest.raises(LocalProtocolError):
         worker.pull("f")
+    worker.incoming.zero_()
     worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     with pytest.raises(RemoteProtocolError):
         worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
@@ -374,6 +377,7 @@ def test_all_workers_without_a_finite_push_is_divergence() -> None:
 def test_the_steps_of_a_declined_push_count_into_the_next() -> None:
     worker = WorkerCore(LocalSgd(h=2), torch.zeros(1), 0)
     worker.pull("f")
+    worker.incoming.zero_()
     worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     losses = iter([1.0, math.nan, 2.0, 4.0])
 
@@ -397,6 +401,7 @@ def test_the_steps_of_a_declined_push_count_into_the_next() -> None:
 def test_a_worker_that_is_told_to_begin_afresh_forgets_its_state() -> None:
     worker = WorkerCore(LocalSgd(h=2), torch.zeros(1), 0)
     worker.pull("f")
+    worker.incoming.zero_()
     worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
     for _ in range(2):
         worker.local.fill_(math.nan)
