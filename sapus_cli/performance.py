@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 STEP_WEIGHT = 0.1
 """Weight of a new step time: half-life ln 2 / -ln(1 - 0.1) = 6.6 pushes."""
-EXCHANGE_WEIGHT = 0.3
-"""Weight of a new exchange time or server CPU time: half-life 1.9 exchanges."""
+CPU_WEIGHT = 0.3
+"""Weight of a new server CPU time: half-life 1.9 exchanges."""
 OUTLIER = 4.0
 """A new value counts as at most this many times the average, and at least its reciprocal."""
 GUARD = 1.5
@@ -61,28 +61,29 @@ class Average:
 
 @dataclass
 class WorkerTimes:
-    """What is known of one worker: seconds a step, seconds an exchange less the time the reply was withheld."""
+    """What is known of one worker: seconds a step, and seconds an exchange that does not queue.
+
+    An exchange takes from the push sent to the reply received, less the time that the server withheld the reply. A
+    bound that counted the time in queues would grow with the queue that it is there to prevent, so the lower quartile
+    of the latest 16 exchanges stands for all: single slow ones do not move it, and it follows a lasting change after
+    at most 12.
+    """
 
     step_s: Average = field(default_factory=lambda: Average(STEP_WEIGHT))
-    exchange_s: Average = field(default_factory=lambda: Average(EXCHANGE_WEIGHT))
-    pushes: int = 0
-    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_EXCHANGES))
+    _pushes: int = 0
+    _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_EXCHANGES))
 
     @property
-    def unqueued_s(self) -> float | None:
-        """What an exchange takes while nobody stands in the way: the lower quartile of the latest 16; None at first.
-
-        A bound that counted the time in queues would grow with the queue that it is there to prevent.
-        """
-        return _lower_quartile(self._latest) if self._latest else None
+    def exchange_s(self) -> float | None:
+        """Seconds of an exchange; None before the first."""
+        return _lower_quartile(self._exchanges) if self._exchanges else None
 
     def add(self, step_s: float, exchange_s: float) -> None:
         """Take note of a push: its mean step time, and how long the exchange before it took, if there was one."""
-        self.pushes += 1
+        self._pushes += 1
         self.step_s.add(step_s)
-        if self.pushes > 1:
-            self.exchange_s.add(exchange_s)
-            self._latest.append(exchange_s)
+        if self._pushes > 1:
+            self._exchanges.append(exchange_s)
 
 
 @dataclass
@@ -94,7 +95,7 @@ class ServerLoad:
     time too, so it is what the link has achieved, not what it could.
     """
 
-    cpu_s: Average = field(default_factory=lambda: Average(EXCHANGE_WEIGHT))
+    cpu_s: Average = field(default_factory=lambda: Average(CPU_WEIGHT))
     _last_cpu_s: float | None = None
     _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=_RATES))
     _bytes: int = 0

@@ -236,7 +236,7 @@ def bounds_of(s: Measured, msg: Received, bounding: Bounding) -> Bounds:
     times.add(msg.step_s, msg.exchange_s)
     s.steps[msg.worker] = s.steps.get(msg.worker, 0) + msg.n_steps
     s.load.add(msg.server_cpu_s, msg.exchange_s, msg.bytes)
-    step_s, exchange_s = times.step_s.value, times.unqueued_s
+    step_s, exchange_s = times.step_s.value, times.exchange_s
     if not step_s or exchange_s is None:
         return Bounds()
     rate = s.setting.link_bytes_per_s or s.load.measured_bytes_per_s or math.inf
