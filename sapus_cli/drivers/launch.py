@@ -213,9 +213,9 @@ class Launcher:
                 self._tell(child, Begin(str(self._folder), bound))
             try:
                 self._watch()
-            except RunFailedError as error:
+            except BaseException as error:
                 status = "interrupted" if isinstance(error, InterruptedRunError) else "failed"
-                self._close_record(status, str(error))
+                self._close_record(status, str(error) or type(error).__name__)
                 raise
             finally:
                 self._observer.close()
