@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from sapus_cli.cluster import ClusterProfile
 from sapus_cli.errors import UserError
 
 MOST = 10**9
@@ -44,6 +45,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
+    cluster: ClusterProfile = msgspec.field(default_factory=ClusterProfile)
 
     def __post_init__(self) -> None:
         """Check every value.

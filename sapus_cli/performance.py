@@ -196,7 +196,7 @@ def theoretical_lower(c: float, horizon: float) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if falls_short(middle) else (low, middle)
-    return high
+    return min(high, MOST_STEPS)
 
 
 def momentum_bound(h_min: int, c: float, momentum: float) -> int:

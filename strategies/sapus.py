@@ -181,10 +181,12 @@ def watch(w: Watch, step: Step, *, sample: int, overlap: bool) -> Push | None:
     flat = torch.sub(params, pulled, out=w.difference).view(-1)
     # Steps taken in flight were not watched: their norms are not known.
     w.norms += [0.0] * (step.k - 1 - len(w.norms)) + [math.sqrt(float(flat.dot(flat)))]
-    if w.loss is not None:
-        w.squares += (step.loss - w.loss) ** 2
+    # A loss that is not finite would stay in the server's window, after its own push has been declined.
+    loss = step.loss if math.isfinite(step.loss) else None
+    if w.loss is not None and loss is not None:
+        w.squares += (loss - w.loss) ** 2
         w.n_squares += 1
-    w.loss = step.loss
+    w.loss = loss
     reason = due(w, step)
     if reason is None:
         return None

@@ -142,7 +142,6 @@ def window_weight(s: Window, msg: Received) -> tuple[float, dict[str, float]]:
     """The weight of a push by the global-loss window, and what led to it."""
     n = len(s.members)
     z_now = {j: max(seen.z, improvement(seen.at_pull, s.losses, without=j)) for j, seen in s.seen.items()}
-    z_now[msg.worker] = s.seen[msg.worker].z
     z_typical = max(0.0, low_median([seen.z for seen in s.seen.values()]))
     fresh = {j: freshness(z, z_typical) for j, z in z_now.items()}
     rates = {j: rate(seen, msg.now) for j, seen in s.seen.items()}
@@ -162,7 +161,10 @@ def loss_share(s: Window, msg: Received, power: float) -> tuple[float, dict[str,
     """The plain share (1/N) r_i / mean r over the window, r = loss^-power; 1/N for who is not in it yet."""
     if msg.worker not in s.losses:
         return s.weight, {}
-    shares = {j: max(loss, FLOOR) ** -power for j, (loss, _) in s.losses.items()}
+    losses = {j: max(loss, FLOOR) for j, (loss, _) in s.losses.items()}
+    # Against the least loss, which cancels, no share overflows, and one of them is 1.
+    least = min(losses.values())
+    shares = {j: (least / loss) ** power for j, loss in losses.items()}
     return s.weight * shares[msg.worker] * len(shares) / sum(shares.values()), {}
 
 

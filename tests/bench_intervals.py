@@ -1,66 +1,51 @@
 """How long strategies take to a test loss on clusters that two cores cannot be: `python tests/bench_intervals.py`.
 
-A command, not a test. It drives the real cores, trainer and strategies in virtual time: real gradients of an MLP on
-mnist5k, steps of 50 ms that vary by 5 %, a state of 50 MB over one link that serves one transfer at a time in each
-direction, 17 ms of server CPU an exchange. Prints, for each scenario and strategy, the median over the seeds of the
-virtual seconds to a test loss of 0.45, 0.30 and 0.24, with their range.
+A command, not a test. It runs `sapus simulate`'s driver over scenarios, strategies and seeds: an MLP on mnist5k whose
+state counts as 50 MB on the link, 8 workers, steps of 50 ms that vary by 5 %, the server's stated CPU cost. Prints, for
+each scenario and strategy, the median over the seeds of the virtual seconds to a test loss of 0.45, 0.30 and 0.24, with
+their range.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import math
 import statistics
 import sys
-from dataclasses import dataclass, field
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from sapus_cli import registry
-from sapus_cli.codec import Push, State
-from sapus_cli.protocol import Outgoing, Phase, ServerCore, WorkerCore
-from sapus_cli.strategy import Setting, Vec
-from sapus_cli.trainer import Evaluator, FlatModel, OptimizerSpec, Trainer
-from sapus_cli.workloads.data import load, partition, prepare
-from sapus_cli.workloads.models import build_model
+from sapus_cli.cluster import ClusterProfile, Link, ServerCost
+from sapus_cli.config import RunConfig
+from sapus_cli.drivers.simulate import Simulation
+from sapus_cli.traces import read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import polars as pl
 
-N_WORKERS = 8
-STEP_S, VARIATION = 0.05, 0.05
-N_BYTES = 50e6
-LATENCY_S = 0.5e-3
-EVERY_S = 0.5
+STATE_BYTES = 50e6
+ELEMENTS = 269_322
 TARGETS = (0.45, 0.30, 0.24)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A cluster and a local optimizer."""
-
-    link_bytes_per_s: float = 1.25e9
-    server_cpu_s: float = 0.017
-    slow: dict[int, float] = field(default_factory=dict)
-    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("sgd", 0.1))
-    seconds: float = 32.0
-
-
-MOMENTUM = OptimizerSpec("sgd", 0.02, momentum=0.9)
-ADAMW = OptimizerSpec("adamw", 0.001)
-FREE = {"link_bytes_per_s": 1e15, "server_cpu_s": 0.0}
-SCENARIOS = {
-    "10 Gbit/s": Scenario(),
-    "10 Gbit/s, momentum 0.9": Scenario(optimizer=MOMENTUM),
-    "10 Gbit/s, AdamW": Scenario(optimizer=ADAMW),
-    "1 Gbit/s": Scenario(link_bytes_per_s=1.25e8, seconds=80.0),
-    "free link": Scenario(**FREE),  # type: ignore[arg-type]
-    "free link, momentum 0.9": Scenario(**FREE, optimizer=MOMENTUM),  # type: ignore[arg-type]
-    "10 Gbit/s, half 10x slower": Scenario(slow=dict.fromkeys(range(4, 8), 10.0)),
+SCALE = STATE_BYTES / (4 * ELEMENTS)
+TEN_GBIT = ClusterProfile(step_s=0.05, variation=0.05, link=Link(1.25e9, 0.5e-3), wire_scale=SCALE)
+ONE_GBIT = ClusterProfile(step_s=0.05, variation=0.05, link=Link(1.25e8, 0.5e-3), wire_scale=SCALE)
+FREE = ClusterProfile(step_s=0.05, variation=0.05, server=ServerCost(0.0, 0.0))
+HALF_SLOW = ClusterProfile(
+    step_s=0.05, variation=0.05, link=TEN_GBIT.link, wire_scale=SCALE, slow=dict.fromkeys(range(4, 8), 10.0)
+)
+SGD: dict[str, Any] = {"lr": 0.1}
+MOMENTUM: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}
+ADAMW: dict[str, Any] = {"lr": 0.001, "optimizer": "adamw"}
+SCENARIOS: dict[str, tuple[ClusterProfile, dict[str, Any], float]] = {
+    "10 Gbit/s": (TEN_GBIT, SGD, 32.0),
+    "10 Gbit/s, momentum 0.9": (TEN_GBIT, MOMENTUM, 32.0),
+    "10 Gbit/s, AdamW": (TEN_GBIT, ADAMW, 32.0),
+    "1 Gbit/s": (ONE_GBIT, SGD, 80.0),
+    "free link": (FREE, SGD, 32.0),
+    "free link, momentum 0.9": (FREE, MOMENTUM, 32.0),
+    "10 Gbit/s, half of the workers 10x slower": (HALF_SLOW, SGD, 64.0),
 }
 CONTENDERS: list[tuple[str, dict[str, Any]]] = [
     *(("local-sgd-async", {"h": h}) for h in (1, 4, 8, 16, 32, 64)),
@@ -71,109 +56,19 @@ CONTENDERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class Run:
-    """One strategy in one scenario with one seed."""
-
-    def __init__(self, strategy: str, params: dict[str, Any], scenario: Scenario, seed: int) -> None:
-        data = load(prepare("mnist5k", None, download=False))
-        shards = partition(data.train_y, N_WORKERS, "iid", seed)
-        model = build_model("mlp", data, seed)
-        momentum = scenario.optimizer.momentum if scenario.optimizer.name == "sgd" else 0.9
-        made = registry.build(strategy, params)
-        self.scenario = scenario
-        self.tests = Evaluator(model, data)
-        self.trainers = [
-            Trainer(model, data, shard, 32, scenario.optimizer, seed, rank) for rank, shard in enumerate(shards)
-        ]
-        self.workers = [WorkerCore(made, trainer.vector, rank) for rank, trainer in enumerate(self.trainers)]
-        setting = Setting(link_bytes_per_s=scenario.link_bytes_per_s, momentum=momentum)
-        self.server = ServerCore(made, FlatModel(model).vector.clone(), N_WORKERS, setting)
-        self.noise = [np.random.default_rng([seed, rank]) for rank in range(N_WORKERS)]
-        self.busy = [False] * N_WORKERS
-        self.free_at = {"up": 0.0, "down": 0.0, "cpu": 0.0}
-        self.cpu_s = 0.0
-        self.intervals: list[int] = []
-        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.order = itertools.count()
-
-    def curve(self) -> list[tuple[float, float]]:
-        """Virtual seconds and test loss, every half second."""
-        for rank, worker in enumerate(self.workers):
-            worker.pull("f")
-            self.reply(0.0, self.server.join(rank, 0.0))
-        points: list[tuple[float, float]] = []
-        while self.events:
-            now, _, call, arguments = heapq.heappop(self.events)
-            while len(points) * EVERY_S <= min(now, self.scenario.seconds):
-                points.append((len(points) * EVERY_S, self.tests.evaluate(self.server.state.x)[0]))
-            if now > self.scenario.seconds:
-                break
-            call(now, *arguments)
-        return points
-
-    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self.events, (when, next(self.order), call, arguments))
-
-    def occupy(self, what: str, now: float, seconds: float) -> float:
-        """When a transfer or a computation that asks for its turn now will be over."""
-        self.free_at[what] = max(now, self.free_at[what]) + seconds
-        return self.free_at[what]
-
-    def begin(self, now: float, rank: int) -> None:
-        if self.workers[rank].phase is not Phase.COMPUTING or self.busy[rank]:
-            return
-        self.busy[rank] = True
-        sigma = math.sqrt(math.log(1 + VARIATION**2))
-        factor = math.exp(sigma * self.noise[rank].standard_normal() - sigma**2 / 2)
-        step_s = STEP_S * self.scenario.slow.get(rank, 1.0) * factor
-        self.at(now + step_s, self.stepped, rank, step_s)
-
-    def stepped(self, now: float, rank: int, step_s: float) -> None:
-        self.busy[rank] = False
-        loss, n_samples = self.trainers[rank].step()
-        self.send(now, rank, self.workers[rank].after_step(loss, n_samples, step_s, now, last=False))
-        self.begin(now, rank)
-
-    def send(self, now: float, rank: int, push: Push | None) -> None:
-        if push is not None:
-            self.intervals.append(push.n_steps)
-            sent = self.occupy("up", now, N_BYTES / self.scenario.link_bytes_per_s)
-            self.at(sent + LATENCY_S, self.arrived, rank, push, self.workers[rank].outgoing.clone())
-
-    def arrived(self, now: float, rank: int, push: Push, vector: Vec) -> None:
-        self.cpu_s += self.scenario.server_cpu_s
-        self.at(self.occupy("cpu", now, self.scenario.server_cpu_s), self.apply, rank, push, vector)
-
-    def apply(self, now: float, rank: int, push: Push, vector: Vec) -> None:
-        self.reply(now, self.server.push(rank, push, vector, now, int(N_BYTES), self.cpu_s))
-
-    def reply(self, now: float, replies: list[Outgoing]) -> None:
-        for reply in replies:
-            if reply.vector is not None and isinstance(reply.message, State):
-                sent = self.occupy("down", now, N_BYTES / self.scenario.link_bytes_per_s)
-                self.at(sent + LATENCY_S, self.took, reply.worker, reply.message, reply.vector.clone())
-
-    def took(self, now: float, rank: int, message: State, vector: Vec) -> None:
-        self.workers[rank].incoming.copy_(vector)
-        self.send(now, rank, self.workers[rank].on_state(message, now))
-        self.begin(now, rank)
-
-
-def time_to(points: list[tuple[float, float]], loss: float) -> float:
-    """When the loss is first reached, interpolated; infinite if it is not."""
+def time_to(evals: pl.DataFrame, loss: float) -> float:
+    """When the test loss is first reached, interpolated; infinite if it is not."""
+    points = list(zip(evals["t_s"], evals["loss"], strict=True))
     for (t0, loss0), (t1, loss1) in itertools.pairwise(points):
         if loss1 <= loss:
-            return t0 + (t1 - t0) * (loss0 - loss) / (loss0 - loss1)
+            return float(t0 + (t1 - t0) * (loss0 - loss) / (loss0 - loss1))
     return math.inf
 
 
 def cell(times: list[float], limit: float) -> str:
     """Median and range, or that the limit came first."""
-    middle = statistics.median_low(times)
-    if math.isinf(middle):
-        return f"> {limit:g}"
-    top = f"{max(times):.1f}" if math.isfinite(max(times)) else f"> {limit:g}"
-    return f"{middle:.1f} ({min(times):.1f} to {top})"
+    texts = [f"{t:.1f}" if math.isfinite(t) else f"> {limit:g}" for t in sorted(times)]
+    return f"{texts[(len(texts) - 1) // 2]} ({texts[0]} to {texts[-1]})" if math.isfinite(min(times)) else texts[0]
 
 
 def main() -> None:
@@ -182,18 +77,30 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--scenario", choices=SCENARIOS, action="append")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     for name in arguments.scenario or SCENARIOS:
-        scenario = SCENARIOS[name]
+        profile, optimizer, seconds = SCENARIOS[name]
         sys.stdout.write(
             f"\n**{name}**\n\n| strategy | mean H | to 0.45 | to 0.30 | to 0.24 |\n|---|---|---|---|---|\n"
         )
         for strategy, params in CONTENDERS:
-            runs = [Run(strategy, params, scenario, seed) for seed in range(1, arguments.seeds + 1)]
-            curves = [run.curve() for run in runs]
-            intervals = [h for run in runs for h in run.intervals[len(run.intervals) // 4 :]]
+            evals, intervals = [], []
+            for seed in range(1, arguments.seeds + 1):
+                config = RunConfig(
+                    strategy=strategy,
+                    params=params,
+                    dataset="mnist5k",
+                    model="mlp",
+                    seconds=seconds,
+                    seed=seed,
+                    cluster=profile,
+                    **optimizer,
+                )
+                with tempfile.TemporaryDirectory() as results:
+                    folder, record = Simulation(config, Path(results), None, lambda *_: None).run()
+                    evals.append(read_trace(folder, "evals"))
+                    intervals.append(record["summary"]["mean_interval"])
             text = " ".join(f"{key}={str(value).lower()}" for key, value in params.items())
-            cells = [cell([time_to(curve, loss) for curve in curves], scenario.seconds) for loss in TARGETS]
+            cells = [cell([time_to(one, loss) for one in evals], seconds) for loss in TARGETS]
             sys.stdout.write(f"| {strategy} {text} | {statistics.mean(intervals):.1f} | {' | '.join(cells)} |\n")
             sys.stdout.flush()
 

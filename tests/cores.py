@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sapus_cli.codec import Declined, Pull, Push, State, decode_from_client, decode_from_server, encode
 from sapus_cli.protocol import Outgoing, Phase, PushRow, ServerCore, WorkerCore
-from sapus_cli.strategy import Vec
+from sapus_cli.strategy import Setting, Vec
 
 Gradient = Callable[[int, Vec], Vec]
 """Rank and local state -> gradient, shape `(d,)`."""
 Choose = Callable[[Sequence[tuple[str, int]]], tuple[str, int]]
 """Which of the events that can happen now happens next."""
+
+
+class Costs(NamedTuple):
+    """What steps and exchanges are said to take. None: as many seconds as events passed; bytes as they are."""
+
+    step_s: float = 1.0
+    exchange_s: float | None = None
+    cpu_s: float = 0.0
+    n_bytes: int | None = None
+    setting: Setting = Setting()
+
+
+UNIT = Costs()
 
 
 @dataclass
@@ -28,16 +41,19 @@ class InMemory:
     gradient: Gradient
     lr: float
     steps: int
+    costs: Costs = UNIT
     workers: list[WorkerCore] = field(init=False)
     server: ServerCore = field(init=False)
     rows: list[PushRow] = field(default_factory=list)
     now: int = 0
+    cpu_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.server = ServerCore(self.strategy, self.x0.clone(), self.n_workers)
+        self.server = ServerCore(self.strategy, self.x0.clone(), self.n_workers, self.costs.setting)
         self.workers = [WorkerCore(self.strategy, torch.zeros_like(self.x0), r) for r in range(self.n_workers)]
         self.to_server: list[list[tuple[bytes, Vec]]] = [[] for _ in self.workers]
         self.to_worker: list[list[tuple[bytes, Vec]]] = [[] for _ in self.workers]
+        self.sent_at: list[float] = [0.0 for _ in self.workers]
         self.left: set[int] = set()
         for rank, worker in enumerate(self.workers):
             self.to_server[rank].append((encode(worker.pull("f")), torch.empty(0)))
@@ -72,7 +88,9 @@ class InMemory:
             if isinstance(sent, Pull):
                 self._deliver(self.server.join(rank, self.now))
             elif isinstance(sent, Push):
-                self._deliver(self.server.push(rank, sent, vector, self.now, len(header) + 4 * vector.numel()))
+                self.cpu_s += self.costs.cpu_s
+                n_bytes = self.costs.n_bytes or len(header) + 4 * vector.numel()
+                self._deliver(self.server.push(rank, sent, vector, self.now, n_bytes, self.cpu_s))
         elif event == "reply":
             header, vector = self.to_worker[rank].pop(0)
             message = decode_from_server(header)
@@ -80,13 +98,16 @@ class InMemory:
                 self.workers[rank].on_declined(message)
             elif isinstance(message, State):
                 self.workers[rank].incoming.copy_(vector)
-                self._send(rank, self.workers[rank].on_state(message, self.now))
+                exchange_s = self.costs.exchange_s
+                now = self.now if exchange_s is None else self.sent_at[rank] + exchange_s
+                self._send(rank, self.workers[rank].on_state(message, now))
         elif event == "step":
             worker = self.workers[rank]
             gradient = self.gradient(rank, worker.local)
             worker.local.sub_(gradient, alpha=self.lr)
             last = worker.steps + 1 == self.steps
-            self._send(rank, worker.after_step(float(gradient.square().sum()), 1, 1.0, self.now, last=last))
+            loss = float(gradient.square().sum())
+            self._send(rank, worker.after_step(loss, 1, self.costs.step_s, self.now, last=last))
         else:
             self.left.add(rank)
             replies, row = self.server.leave(rank, self.now)
@@ -95,6 +116,7 @@ class InMemory:
 
     def _send(self, rank: int, push: Push | None) -> None:
         if push is not None:
+            self.sent_at[rank] = self.now
             self.to_server[rank].append((encode(push), self.workers[rank].outgoing.clone()))
 
     def _deliver(self, replies: list[Outgoing]) -> None:

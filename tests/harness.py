@@ -36,6 +36,7 @@ class Worker:
     t: int = 0
     k: int = 0
     loss_sum: float = 0.0
+    exchange_s: float = 0.0
 
 
 @dataclass
@@ -63,12 +64,14 @@ class Cluster:
         x0: Vec | None = None,
         loss: Callable[[int, int], float] = lambda _rank, _t: 1.0,
         step_s: Mapping[int, float] | None = None,
+        exchange_s: float = 0.0,
     ) -> None:
         self.strategy = strategy
         self.x0 = vec(1.0) if x0 is None else x0
         self.move = move
         self.loss = loss
         self.step_s = step_s or {}
+        self.exchange_s = exchange_s
         self.now = 0.0
         self.received = 0
         self.server: ServerState = strategy.init_server(self.x0.clone(), n_workers)
@@ -146,7 +149,7 @@ class Cluster:
             staleness=self.version - w.version,
             now=self.now,
             step_s=self.step_s.get(rank, 1.0),
-            exchange_s=0.0,
+            exchange_s=w.exchange_s,
             last=last,
             info=push.info,
         )
@@ -172,5 +175,6 @@ class Cluster:
                 w.state = self.strategy.init_worker(w.pulled, reply.to)
                 continue
             pushed.reply = reply
+            w.exchange_s = self.exchange_s
             assert set(pushed.info) <= {*STANDARD_INFO, *self.strategy.columns}
             self.strategy.after_reply(w.state, w.local, w.pulled, reply.hint)

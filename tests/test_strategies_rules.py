@@ -26,6 +26,8 @@ from strategies.lag import Lag
 from strategies.local_sgd import LocalSgd
 from strategies.local_sgd_async import LocalSgdAsync
 from strategies.post_local_sgd import PostLocalSgd
+from strategies.sapus import Sapus
+from strategies.sapus_weighted import SapusWeighted
 from strategies.selsync import SelSync
 from strategies.ssp import Ssp
 
@@ -48,6 +50,8 @@ ALL: list[Strategy[Any, Any]] = [
     LocalSgd(h=2),
     LocalSgdAsync(h=2),
     PostLocalSgd(h=2, t0=3),
+    Sapus(),
+    SapusWeighted(overlap=False),
     SelSync(window=2, h_max=3),
     Ssp(s=1),
 ]

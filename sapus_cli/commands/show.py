@@ -56,6 +56,8 @@ def _headline(console: Console, run: Path, record: dict[str, Any]) -> None:
         f"{config['optimizer']} lr {config['lr']:g}, seed {config['seed']}",
         highlight=False,
     )
+    if record["clock"] == "virtual":
+        console.print(f"virtual time on the cluster profile {record['cluster']['name']}", highlight=False)
     if record.get("failure"):
         console.print(f"[red]{record['failure']}[/red]", highlight=False)
     console.print(summary_table(record))

@@ -283,7 +283,8 @@ def print_json(outcome: Outcome) -> None:
         {
             "run": str(outcome.folder),
             "status": record["status"],
-            "startup_s": record["startup_s"],
+            "clock": record["clock"],
+            "startup_s": record.get("startup_s"),
             "state_sha256": record["state_sha256"],
             **record["summary"],
         },

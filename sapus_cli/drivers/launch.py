@@ -6,7 +6,6 @@ import. A child that loses its pipe to the launcher ends itself: no process outl
 
 from __future__ import annotations
 
-import datetime as dt
 import multiprocessing
 import os
 import signal
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
 import psutil
 
 from sapus_cli import registry, traces
@@ -37,6 +35,7 @@ from sapus_cli.drivers.control import (
     hear,
     tell,
 )
+from sapus_cli.drivers.record import close_record, first_record
 from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
 from sapus_cli.workloads import check_names, check_partition
 
@@ -201,7 +200,7 @@ class Launcher:
         self._folder = traces.create_run_folder(
             self._results, self._name, self._config.strategy, self._config.workers, self._config.seed
         )
-        self._record = self._first_record(strategy, ready, bound)
+        self._record = first_record(self._config, strategy, ready, "real") | {"transport": {"endpoint": bound}}
         traces.write_run(self._folder, self._record)
         steps = self._config.steps_per_worker(ready.n_train)
         self._observer = self._observe(Plan(self._config, self._folder, bound, ready.n_train, ready.elements, steps))
@@ -417,36 +416,11 @@ class Launcher:
                 child.process.join()
             child.pipe.close()
 
-    def _first_record(self, strategy: AnyStrategy, ready: Prepared, bound: str) -> dict[str, Any]:
-        cls = type(strategy)
-        return {
-            "status": "running",
-            "started_at": _utc(),
-            "clock": "real",
-            "config": msgspec.to_builtins(self._config),
-            "strategy": {
-                "name": self._config.strategy,
-                "class": f"{cls.__module__}:{cls.__qualname__}",
-                "hyper_parameters": {key: getattr(strategy, key) for key in registry.hyper_parameters(cls)},
-            },
-            "cluster": {"name": "none"},
-            "transport": {"endpoint": bound},
-            "data": {"sha256": ready.data_sha256, "n_train": ready.n_train, "n_test": ready.n_test},
-            "model": {"elements": ready.elements, "fingerprint": ready.fingerprint},
-            "device": ready.device,
-            "threads_per_process": self._config.threads,
-            "steps_per_worker": self._config.steps_per_worker(ready.n_train),
-            "environment": traces.environment(),
-        }
-
     def _close_record(self, status: str, failure: str | None) -> None:
-        self._record |= {"status": status, "ended_at": _utc(), "startup_s": self._startup_s}
+        self._record["startup_s"] = self._startup_s
         if failure:
             self._record["failure"] = failure
-        if self._ended is not None:
-            self._record["totals"] = msgspec.to_builtins(self._ended)
-            self._record["state_sha256"] = self._ended.state_sha256
-            self._record["summary"] = summary(self._ended, self._evals)
+        close_record(self._record, status, self._ended, self._evals)
         traces.write_run(self._folder, self._record)
 
 
@@ -457,35 +431,6 @@ def fork_server(threads: int) -> ForkServerContext:
     context.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
     return context
-
-
-def summary(ended: Ended, evals: list[Measured]) -> dict[str, float | int | None]:
-    """The figures of a run that a reader looks for first. Seconds count from the release of all workers."""
-    seconds = ended.end_s
-    last = evals[-1] if evals else None
-
-    def rate(amount: float) -> float | None:
-        return amount / seconds if seconds > 0 else None
-
-    return {
-        "accuracy": last.accuracy if last else None,
-        "best_accuracy": max((result.accuracy for result in evals), default=None),
-        "loss": last.loss if last else None,
-        "seconds": seconds,
-        "reached_s": ended.reached_s,
-        "samples_per_s": rate(ended.samples),
-        "steps_per_s": rate(ended.steps),
-        "pushes": ended.pushes,
-        "mean_interval": ended.steps / ended.pushes if ended.pushes else None,
-        "server_cpu_s": ended.server_cpu_s,
-        "server_cpu_percent": rate(100 * ended.server_cpu_s),
-        "gbit_per_s_in": rate(8e-9 * ended.rx_bytes),
-        "gbit_per_s_out": rate(8e-9 * ended.tx_bytes),
-    }
-
-
-def _utc() -> str:
-    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
 
 
 def _how(exitcode: int | None) -> str:

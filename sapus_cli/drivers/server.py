@@ -38,6 +38,7 @@ from sapus_cli.codec import (
 from sapus_cli.drivers.control import Ended, Halt, Happened, Measured, Released, Status, WorkerStatus, hear, tell
 from sapus_cli.errors import RemoteProtocolError, UserError
 from sapus_cli.protocol import Outgoing, PushRow, ServerCore
+from sapus_cli.strategy import STANDARD_INFO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +139,7 @@ class Server:
         self._config = config
         self._launcher = launcher
         self._trace = pushes
-        self._info_columns = ("weight", "reason", "h_min", "h_max", *strategy.columns)
+        self._columns = strategy.columns
         self._target_accuracy = target_accuracy
         self._peers: dict[bytes, Peer] = {}
         self._workers: dict[int, Peer] = {}
@@ -351,25 +352,7 @@ class Server:
         return n_bytes
 
     def _write(self, row: PushRow, bytes_out: int) -> None:
-        weight, *others = (row.info.get(column) for column in self._info_columns)
-        self._trace.row(
-            (
-                row.t_s,
-                row.worker,
-                row.seq,
-                row.n_steps,
-                row.loss,
-                row.version,
-                row.staleness,
-                weight,
-                row.bytes_in,
-                bytes_out,
-                row.step_s,
-                row.exchange_s,
-                row.held_s,
-                *others,
-            )
-        )
+        self._trace.row(push_values(row, bytes_out, self._columns))
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -432,6 +415,27 @@ class Server:
             declined=self.core.declined,
             reached_s=self._reached_s,
         )
+
+
+def push_values(row: PushRow, bytes_out: int, columns: Sequence[str]) -> tuple[float | str | None, ...]:
+    """A row of pushes.csv, in the order of `traces.push_columns(columns)`."""
+    weight, *others = (row.info.get(column) for column in (*STANDARD_INFO, *columns))
+    return (
+        row.t_s,
+        row.worker,
+        row.seq,
+        row.n_steps,
+        row.loss,
+        row.version,
+        row.staleness,
+        weight,
+        row.bytes_in,
+        bytes_out,
+        row.step_s,
+        row.exchange_s,
+        row.held_s,
+        *others,
+    )
 
 
 def save_checkpoint(folder: Path, core: ServerCore, t_s: float) -> None:

@@ -1,0 +1,336 @@
+"""Virtual time: the same cores, trainers and strategies, driven by a heap of events instead of processes.
+
+Gradients are real, seconds are those of the cluster profile, so a run depends on its command alone: the same command
+gives the same rows to the last bit, on any machine with the same build of torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sapus_cli import registry, traces
+from sapus_cli.cluster import MOST_WORKERS, Direction, StepTimes
+from sapus_cli.codec import FLOAT32_BYTES, Declined, Leave, Push, State, encode
+from sapus_cli.drivers import roles
+from sapus_cli.drivers.control import Ended, Measured
+from sapus_cli.drivers.record import close_record, first_record
+from sapus_cli.drivers.server import push_values, save_checkpoint, state_sha256
+from sapus_cli.errors import UserError
+from sapus_cli.protocol import Phase, ServerCore, WorkerCore
+from sapus_cli.trainer import Evaluator, FlatModel, OptimizerSpec, Trainer
+from sapus_cli.workloads import check_names, check_partition
+from sapus_cli.workloads import data as workload_data
+from sapus_cli.workloads.models import build_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sapus_cli.config import RunConfig
+    from sapus_cli.protocol import Outgoing
+    from sapus_cli.strategy import AnyStrategy, Vec
+
+Progress = "Callable[[float, float, Measured | None], None]"
+"""Called now and then with the virtual seconds, the used part of the budget, and the newest result."""
+
+
+@dataclass
+class _Worker:
+    core: WorkerCore
+    trainer: Trainer
+    times: StepTimes
+    busy: bool = False
+    inbox: list[tuple[State | Declined, Vec | None]] = field(default_factory=list)
+    left: bool = False
+    pushes: int = 0
+
+
+@dataclass
+class Totals:
+    """What crosses the link, in bytes of the profile's wire scale, and frames."""
+
+    rx_bytes: int = 0
+    tx_bytes: int = 0
+    rx_frames: int = 0
+    tx_frames: int = 0
+
+
+class Simulation:
+    """One run in virtual time.
+
+    Args:
+        config: what to run; its cluster profile must say how long a step takes.
+        results: folder that gets the run folder.
+        name: name of the run folder, or None for the automatic one.
+        progress: called at every evaluation.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        results: Path,
+        name: str | None,
+        progress: Callable[[float, float, Measured | None], None],
+    ) -> None:
+        self._config = config
+        self._profile = config.cluster
+        self._results = results
+        self._name = name
+        self._progress = progress
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = itertools.count()
+        self._up = Direction(config.cluster.link, config.cluster.wire_scale)
+        self._down = Direction(config.cluster.link, config.cluster.wire_scale)
+        self._server_free_at = 0.0
+        self._cpu_s = 0.0
+        self._totals = Totals()
+        self._evals: list[Measured] = []
+        self._n_evals = 0
+        self._stopping = False
+        self._reached_s: float | None = None
+        self._end_s = 0.0
+
+    def run(self) -> tuple[Path, dict[str, Any]]:
+        """Run to the end. Returns the run folder and what stands in run.json.
+
+        Raises:
+            UserError: the call was wrong; nothing has been created.
+            RunFailedError: training diverged.
+        """
+        config = self._config
+        if config.workers > MOST_WORKERS:
+            raise UserError(f"--workers {config.workers}: at most {MOST_WORKERS} workers are simulated")
+        if self._profile.step_s is None:
+            raise UserError("virtual time needs to know how long a step takes: give --cluster or --step-time")
+        self._profile.check_workers(config.workers)
+        check_names(config.dataset, config.model)
+        check_partition(config.partition, config.dataset)
+        strategy = registry.build(config.strategy, config.params)
+        traces.check_results(self._results)
+        torch.set_num_threads(config.threads)
+        ready = roles.prepared(config)
+        self._set_up(strategy, Path(ready.data))
+        folder = traces.create_run_folder(self._results, self._name, config.strategy, config.workers, config.seed)
+        record = first_record(config, strategy, ready, "virtual")
+        traces.write_run(folder, record)
+        status = "failed"
+        ended = None
+        try:
+            with (
+                traces.Trace(folder / "pushes.csv", traces.push_columns(strategy.columns)) as self._pushes,
+                traces.Trace(folder / "evals.csv", traces.EVALS) as self._eval_trace,
+                traces.Trace(folder / "resources.csv", traces.RESOURCES) as self._resources,
+                traces.Trace(folder / "events.csv", traces.EVENTS) as self._event_trace,
+            ):
+                self._simulate()
+                ended = self._ended()
+            save_checkpoint(folder / "checkpoint", self._server, self._end_s)
+            status = "finished"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        except BaseException as error:
+            record["failure"] = str(error) or type(error).__name__
+            raise
+        finally:
+            close_record(record, status, ended, self._evals)
+            traces.write_run(folder, record)
+        return folder, record
+
+    def _set_up(self, strategy: AnyStrategy, data_path: Path) -> None:
+        config = self._config
+        data = workload_data.load(data_path)
+        self._n_train = len(data.train_x)
+        self._limit = config.steps_per_worker(self._n_train)
+        shards = workload_data.partition(data.train_y, config.workers, config.partition, config.seed)
+        model = build_model(config.model, data, config.seed)
+        spec = OptimizerSpec(config.optimizer, config.lr, config.momentum, config.weight_decay)
+        self._tests = Evaluator(model, data)
+        self._workers = []
+        for rank, shard in enumerate(shards):
+            trainer = Trainer(model, data, shard, config.batch_size, spec, config.seed, rank)
+            core = WorkerCore(strategy, trainer.vector, rank, trainer.flat.n_params)
+            self._workers.append(_Worker(core, trainer, StepTimes(self._profile, config.seed, rank)))
+        x0 = FlatModel(model).vector.detach().clone()
+        self._elements = x0.numel()
+        self._server = ServerCore(strategy, x0, config.workers, roles.setting(config))
+        self._columns = strategy.columns
+
+    def _simulate(self) -> None:
+        for rank, worker in enumerate(self._workers):
+            worker.core.pull("")
+            self._event_trace.row((0.0, "join", "worker", rank, ""))
+            self._reply(self._server.join(rank, 0.0))
+        while self._events:
+            when, _, call, arguments = heapq.heappop(self._events)
+            self._evaluate_until(when)
+            self._now = when
+            call(*arguments)
+        self._evaluate(self._end_s)
+
+    def _at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (when, next(self._order), call, arguments))
+
+    def _begin(self, rank: int) -> None:
+        worker = self._workers[rank]
+        seconds = worker.times.draw(worker.core.steps)
+        worker.busy = True
+        self._at(worker.times.finish(self._now, seconds), self._stepped, rank, self._now)
+
+    def _stepped(self, rank: int, begun: float) -> None:
+        worker = self._workers[rank]
+        worker.busy = False
+        if self._stopping:
+            worker.core.stop()
+        loss, n_samples = worker.trainer.step()
+        out_of_time = self._config.seconds is not None and self._now >= self._config.seconds
+        last = out_of_time or worker.core.steps + 1 == self._limit
+        self._send(rank, worker.core.after_step(loss, n_samples, self._now - begun, self._now, last=last))
+        for message, vector in worker.inbox:
+            self._take(rank, message, vector)
+        worker.inbox.clear()
+        self._go_on(rank)
+
+    def _go_on(self, rank: int) -> None:
+        worker = self._workers[rank]
+        if worker.core.phase is Phase.COMPUTING and not worker.busy:
+            self._begin(rank)
+        elif worker.core.phase is Phase.DONE and not worker.left:
+            worker.left = True
+            n_bytes = len(encode(Leave(reason="done")))
+            self._at(self._up.deliver_at(self._now, n_bytes), self._leave, rank)
+
+    def _send(self, rank: int, push: Push | None) -> None:
+        if push is not None:
+            n_bytes = self._scaled(len(encode(push)) + FLOAT32_BYTES * self._elements)
+            arrives = self._up.deliver_at(self._now, len(encode(push)) + FLOAT32_BYTES * self._elements)
+            self._at(arrives, self._arrived, rank, push, self._workers[rank].core.outgoing.clone(), n_bytes)
+
+    def _arrived(self, rank: int, push: Push, vector: Vec, n_bytes: int) -> None:
+        self._totals.rx_bytes += n_bytes
+        self._totals.rx_frames += 2
+        self._at(self._occupy_server(n_bytes), self._apply, rank, push, vector, n_bytes)
+
+    def _apply(self, rank: int, push: Push, vector: Vec, n_bytes: int) -> None:
+        declined = self._server.declined
+        replies = self._server.push(rank, push, vector, self._now, n_bytes, self._cpu_s)
+        if self._server.declined > declined:
+            self._event_trace.row((self._now, "declined", "worker", rank, f"push {push.seq} is not finite"))
+        else:
+            self._workers[rank].pushes += 1
+        self._reply(replies)
+
+    def _reply(self, replies: list[Outgoing]) -> None:
+        for reply in replies:
+            payload = 0 if reply.vector is None else FLOAT32_BYTES * self._elements
+            size = len(encode(reply.message)) + payload
+            n_bytes = self._scaled(size)
+            self._totals.tx_bytes += n_bytes
+            self._totals.tx_frames += 1 if reply.vector is None else 2
+            self._occupy_server(n_bytes)
+            arrives = self._down.deliver_at(max(self._now, self._server_free_at), size)
+            vector = None if reply.vector is None else reply.vector.clone()
+            self._at(arrives, self._receive, reply.worker, reply.message, vector)
+            if reply.row is not None:
+                self._pushes.row(push_values(reply.row, n_bytes, self._columns))
+        self._pushes.tick(time.monotonic())
+
+    def _receive(self, rank: int, message: State | Declined, vector: Vec | None) -> None:
+        worker = self._workers[rank]
+        if worker.busy:
+            worker.inbox.append((message, vector))
+            return
+        self._take(rank, message, vector)
+        self._go_on(rank)
+
+    def _take(self, rank: int, message: State | Declined, vector: Vec | None) -> None:
+        core = self._workers[rank].core
+        if isinstance(message, Declined):
+            core.on_declined(message)
+            return
+        if vector is not None:
+            core.incoming.copy_(vector)
+        if self._stopping or (self._config.seconds is not None and self._now >= self._config.seconds):
+            core.stop()
+        self._send(rank, core.on_state(message, self._now))
+
+    def _leave(self, rank: int) -> None:
+        replies, row = self._server.leave(rank, self._now)
+        if row is not None:
+            self._pushes.row(push_values(row, 0, self._columns))
+        self._event_trace.row((self._now, "leave", "worker", rank, "done"))
+        self._end_s = self._now
+        self._reply(replies)
+
+    def _occupy_server(self, n_bytes: int) -> float:
+        """When the server's one thread is done with a message of so many bytes."""
+        cost = self._profile.server
+        seconds = cost.message_s + cost.byte_s * n_bytes
+        self._cpu_s += seconds
+        self._server_free_at = max(self._now, self._server_free_at) + seconds
+        return self._server_free_at
+
+    def _scaled(self, n_bytes: int) -> int:
+        return round(n_bytes * self._profile.wire_scale)
+
+    def _evaluate_until(self, when: float) -> None:
+        every = max(self._config.eval_every_s, 1e-9)
+        while not self._all_left() and self._n_evals * every <= when:
+            self._evaluate(self._n_evals * every)
+
+    def _all_left(self) -> bool:
+        return self._server.started and not self._server.state.members
+
+    def _evaluate(self, t_s: float) -> None:
+        self._n_evals += 1
+        loss, accuracy = self._tests.evaluate(self._server.state.x)
+        samples, version = self._server.samples, self._server.version
+        result = Measured(t_s, version, samples, loss, accuracy)
+        self._evals.append(result)
+        self._eval_trace.row((t_s, version, samples, samples / self._n_train, loss, accuracy))
+        self._resources.row(
+            (t_s, "server", 0, self._cpu_s, None, None, self._totals.rx_bytes, self._totals.tx_bytes, None, None)
+        )
+        for trace in (self._eval_trace, self._resources, self._event_trace):
+            trace.tick(time.monotonic())
+        target = self._config.target_accuracy
+        if target is not None and accuracy >= target and self._reached_s is None:
+            self._reached_s = t_s
+            self._stopping = True
+            for rank, worker in enumerate(self._workers):
+                if not worker.busy and worker.core.phase is not Phase.DONE:
+                    worker.core.stop()
+                    self._go_on(rank)
+        self._progress(t_s, self._fraction(t_s), result)
+
+    def _fraction(self, t_s: float) -> float:
+        if self._config.seconds is not None:
+            return min(1.0, t_s / self._config.seconds)
+        steps = sum(worker.core.steps for worker in self._workers)
+        return min(1.0, steps / ((self._limit or math.inf) * len(self._workers)))
+
+    def _ended(self) -> Ended:
+        return Ended(
+            end_s=self._end_s,
+            version=self._server.version,
+            samples=self._server.samples,
+            steps=self._server.steps,
+            pushes=sum(worker.pushes for worker in self._workers),
+            rx_bytes=self._totals.rx_bytes,
+            tx_bytes=self._totals.tx_bytes,
+            rx_frames=self._totals.rx_frames,
+            tx_frames=self._totals.tx_frames,
+            evaluator_bytes=0,
+            server_cpu_s=self._cpu_s,
+            state_sha256=state_sha256(self._server.state.x),
+            declined=self._server.declined,
+            reached_s=self._reached_s,
+        )

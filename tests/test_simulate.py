@@ -1,0 +1,156 @@
+"""Virtual time: closed forms, repeatability, and the same bits as real processes where a barrier orders the pushes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import polars as pl
+import pytest
+from processes import launch, sapus
+
+from sapus_cli.cluster import ClusterProfile, Link, ServerCost
+from sapus_cli.config import RunConfig
+from sapus_cli.drivers.simulate import Simulation
+from sapus_cli.errors import RunFailedError, UserError
+from sapus_cli.traces import read_run, read_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FREE_SERVER = ServerCost(message_s=0.0, byte_s=0.0)
+
+
+def simulate(results: Path, profile: ClusterProfile, **fields: Any) -> Path:
+    asked: dict[str, Any] = {"strategy": "bsp", "workers": 2, "model": "mlp", "eval_every_s": 1.0} | fields
+    if not {"epochs", "steps", "seconds"} & set(asked):
+        asked["steps"] = 6
+    folder, _ = Simulation(RunConfig(**asked, cluster=profile), results, None, lambda *_: None).run()
+    return folder
+
+
+def test_the_round_time_of_bsp_is_the_closed_form(tmp_path: Path) -> None:
+    rate, latency = 1e7, 0.003
+    profile = ClusterProfile(step_s=0.05, link=Link(rate, latency), server=FREE_SERVER)
+    pushes = read_trace(simulate(tmp_path, profile, workers=4), "pushes").sort("t_s")
+    # The first reply passes, its worker takes a step, and then the four pushes pass one after the other: they are a
+    # little larger than the replies, so that each finds the one before it still on the way. Two latencies.
+    rounds = [pushes[i : i + 4] for i in range(0, len(pushes), 4)]
+    assert len(rounds) == 6
+    for before, after in itertools.pairwise(rounds):
+        seconds = before.sort("worker")["bytes_out"][0] / rate + 0.05 + sum(after["bytes_in"]) / rate + 2 * latency
+        assert after["t_s"][-1] - before["t_s"][-1] == pytest.approx(seconds, abs=1e-9)
+    # A reply is withheld until the last push of its round has arrived.
+    for one in rounds:
+        held = one["t_s"][-1] - one["t_s"]
+        assert one["held_s"].to_list() == pytest.approx(held.to_list(), abs=1e-9)
+
+
+def test_the_waiting_of_ssp_is_the_closed_form(tmp_path: Path) -> None:
+    # Steps of 0.1 and 0.3 s, no link. With slack 1, worker 0 is held at clock 2 from 0.2 until worker 1 reaches 1 at
+    # 0.3, and from then on, a step of 0.1 after each release, until the next step of worker 1: 0.4 to 0.6, 0.7 to 0.9.
+    profile = ClusterProfile(step_s=0.1, slow={1: 3.0}, server=FREE_SERVER)
+    folder = simulate(tmp_path, profile, strategy="ssp", params={"s": 1}, steps=5)
+    pushes = read_trace(folder, "pushes").sort("worker", "seq")
+    quick = pushes.filter(pl.col("worker") == 0)
+    assert quick["t_s"].to_list() == pytest.approx([0.1, 0.2, 0.4, 0.7, 1.0])
+    assert quick["held_s"].to_list() == pytest.approx([0.0, 0.1, 0.2, 0.2, 0.2])
+    slow = pushes.filter(pl.col("worker") == 1)
+    assert slow["t_s"].to_list() == pytest.approx([0.3, 0.6, 0.9, 1.2, 1.5])
+    assert slow["held_s"].sum() == 0
+
+
+def test_exchange_time_is_the_way_there_and_back(tmp_path: Path) -> None:
+    profile = ClusterProfile(step_s=0.05, link=Link(1e7, 0.002), server=ServerCost(message_s=0.001, byte_s=1e-9))
+    pushes = read_trace(simulate(tmp_path, profile, strategy="local-sgd-async", params={"h": 2}, workers=1), "pushes")
+    for before, after in zip(pushes.iter_rows(named=True), pushes[1:].iter_rows(named=True), strict=False):
+        both = before["bytes_in"] + before["bytes_out"]
+        assert after["exchange_s"] == pytest.approx(both / 1e7 + 2 * 0.002 + 2 * 0.001 + both * 1e-9, abs=1e-9)
+        assert after["step_s"] == pytest.approx(0.05)
+
+
+def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
+    profile = ClusterProfile(step_s=0.05, variation=0.3, slow={1: 2.0}, link=Link(1e8, 0.001), wire_scale=20)
+    fields = {"strategy": "sapus-weighted", "workers": 4, "steps": 60, "seed": 3}
+    one, other = (simulate(tmp_path, profile, **fields) for _ in range(2))
+    for name in ("pushes.csv", "evals.csv", "resources.csv", "events.csv", "checkpoint/state.json"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    drop = {"started_at", "ended_at", "environment"}
+    records = [{k: v for k, v in read_run(folder).items() if k not in drop} for folder in (one, other)]
+    assert records[0] == records[1]
+    assert read_run(simulate(tmp_path, profile, **fields | {"seed": 4}))["state_sha256"] != records[0]["state_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "params"), [("bsp", {}), ("local-sgd", {"h": 4}), ("post-local-sgd", {"t0": 4, "h": 3})]
+)
+def test_a_barrier_ends_in_the_same_bits_in_real_and_in_virtual_time(
+    tmp_path: Path, strategy: str, params: dict[str, Any]
+) -> None:
+    fields = {"strategy": strategy, "params": params, "workers": 3, "steps": 10}
+    real = launch(tmp_path / "real", **fields).record["state_sha256"]
+    profile = ClusterProfile(step_s=0.05, variation=0.5, slow={0: 3.0}, link=Link(1e6, 0.01))
+    assert read_run(simulate(tmp_path / "virtual", profile, **fields))["state_sha256"] == real
+
+
+def test_totals_and_rows_agree(tmp_path: Path) -> None:
+    profile = ClusterProfile(step_s=0.05, link=Link(1e8, 0.001), wire_scale=10)
+    folder = simulate(tmp_path, profile, strategy="asp", workers=3, steps=8)
+    record, pushes = read_run(folder), read_trace(folder, "pushes")
+    totals = record["totals"]
+    assert record["clock"] == "virtual"
+    assert record["cluster"]["wire_scale"] == 10
+    assert len(pushes) == totals["pushes"] == totals["version"] == 24
+    assert totals["rx_bytes"] == pushes["bytes_in"].sum()
+    d = record["model"]["elements"]
+    assert (pushes["bytes_in"] > 10 * 4 * d).all()
+    # Beside the replies, the three first states.
+    assert 3 * 10 * 4 * d < totals["tx_bytes"] - pushes["bytes_out"].sum() < 3 * 10 * (4 * d + 100)
+    assert read_trace(folder, "evals")["version"].to_list()[-1] == 24
+    assert sorted(read_trace(folder, "events")["kind"]) == ["join"] * 3 + ["leave"] * 3
+
+
+def test_budgets_in_virtual_seconds_and_targets(tmp_path: Path) -> None:
+    profile = ClusterProfile(step_s=0.05)
+    timed = read_run(simulate(tmp_path, profile, strategy="asp", seconds=2.02))
+    assert timed["totals"]["steps"] == 2 * 41  # the first step that ends after 2.02 s is the last
+    aimed = simulate(tmp_path, profile, strategy="local-sgd", steps=5000, target_accuracy=0.6, eval_every_s=0.5)
+    evals, record = read_trace(aimed, "evals"), read_run(aimed)
+    assert record["totals"]["steps"] < 2 * 5000
+    assert record["summary"]["reached_s"] == evals.filter(pl.col("accuracy") >= 0.6)["t_s"][0]
+
+
+def test_divergence_fails_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="diverged"):
+        simulate(tmp_path, ClusterProfile(step_s=0.05), strategy="asp", lr=1e30, steps=100)
+    (folder,) = tmp_path.iterdir()
+    assert read_run(folder)["status"] == "failed"
+
+
+def test_what_cannot_be_simulated_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--step-time"):
+        simulate(tmp_path, ClusterProfile())
+    with pytest.raises(UserError, match="slow names worker 5"):
+        simulate(tmp_path, ClusterProfile(step_s=0.05, slow={5: 2.0}))
+    with pytest.raises(UserError, match="at most 4096"):
+        simulate(tmp_path, ClusterProfile(step_s=0.05), workers=5000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(tmp_path: Path) -> None:
+    line = ("simulate", "-s", "ssp", "--cluster", "8xgpu-1g", "--slow", "1:2x", "-w", "3", "--steps", "12", "--json")
+    done = sapus(*line, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["clock"] == "virtual"
+    profile = read_run(tmp_path / summary["run"])["cluster"]
+    assert (profile["name"], profile["slow"], profile["step_s"]) == ("8xgpu-1g", {"1": 2.0}, 0.05)
+    assert msgspec.convert(profile, ClusterProfile, strict=False).link == Link(1.25e8, 0.1e-3)
+    shown = sapus("show", summary["run"], cwd=tmp_path)
+    assert "virtual time" in shown.stdout
+    wrong = sapus("simulate", "--link", "fast", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("\n") == 1
+    assert "--link rate fast" in wrong.stderr
