@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import pytest
 from processes import Background, launch, start
 
 from sapus_cli.cli import run_line
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import pytest
+pytestmark = pytest.mark.slow
 
 ASKED = ("--param", "h=4", "--steps", "10", "--model", "mlp", "--eval-every", "0.1")
 

@@ -126,7 +126,7 @@ def test_completion_of_commands_and_options(tmp_path: Path) -> None:
         )
         return done.stdout.split()
 
-    assert {"server", "show", "strategies"} == set(completed("sapus s"))
+    assert {"server", "show", "simulate", "strategies"} == set(completed("sapus s"))
     assert "--strategy" in completed("sapus run --st")
 
 

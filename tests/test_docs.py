@@ -26,6 +26,7 @@ def half(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_strategy_in_30_lines_has_30_lines_and_trains(half: Path) -> None:
     lines = [line for line in (half / "half.py").read_text().splitlines() if line.strip()]
     assert len(lines) <= 30

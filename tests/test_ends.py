@@ -16,6 +16,8 @@ from sapus_cli.traces import read_run, read_trace
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 LONG = ("run", "--workers", "3", "--seconds", "100", "--param", "h=2", "--model", "mlp")
 
 

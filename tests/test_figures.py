@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 LARGEST_PNG = 200_000
 

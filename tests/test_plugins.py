@@ -18,6 +18,8 @@ from strategies import REGISTRY
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 STRATEGY = '''\
 """A strategy that is no part of sapus."""
 
