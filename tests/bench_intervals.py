@@ -76,13 +76,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--scenario", choices=SCENARIOS, action="append")
+    parser.add_argument("--strategy", default="", help="only strategies whose name begins like this")
     arguments = parser.parse_args()
     for name in arguments.scenario or SCENARIOS:
         profile, optimizer, seconds = SCENARIOS[name]
         sys.stdout.write(
             f"\n**{name}**\n\n| strategy | mean H | to 0.45 | to 0.30 | to 0.24 |\n|---|---|---|---|---|\n"
         )
-        for strategy, params in CONTENDERS:
+        for strategy, params in [one for one in CONTENDERS if one[0].startswith(arguments.strategy)]:
             evals, intervals = [], []
             for seed in range(1, arguments.seeds + 1):
                 config = RunConfig(

@@ -13,6 +13,7 @@ from processes import launch, sapus
 
 from sapus_cli.cluster import ClusterProfile, Link, ServerCost
 from sapus_cli.config import RunConfig
+from sapus_cli.drivers.roles import setting
 from sapus_cli.drivers.simulate import Simulation
 from sapus_cli.errors import RunFailedError, UserError
 from sapus_cli.traces import read_run, read_trace
@@ -154,3 +155,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1
     assert "--link rate fast" in wrong.stderr
+
+
+def test_a_strategy_is_told_the_rate_of_the_link_and_not_the_memory_of_this_machine(tmp_path: Path) -> None:
+    # 4 workers, 85,002 elements on 10 Mbit/s: an exchange holds the link for 0.272 s each way, so four of them hold it
+    # for 1.09 s, which is 1.21 s at rho 0.9 and 24.2 steps of 50 ms: 25 with overlap.
+    profile = ClusterProfile(step_s=0.05, link=Link(1.25e6, 0.0), server=FREE_SERVER)
+    folder = simulate(tmp_path, profile, strategy="sapus", workers=4, steps=200)
+    last = read_trace(folder, "pushes").sort("t_s").filter(pl.col("reason") != "last").tail(4)
+    assert set(last["resource"]) <= {"network", "guard"}
+    assert all(h_min >= 25 for h_min in last["h_min"].to_list())
+    assert setting(RunConfig(strategy="sapus", steps=1, cluster=profile)).link_bytes_per_s == 1.25e6
+    assert read_run(folder)["model"]["elements"] == 85_002

@@ -118,6 +118,7 @@ def serve(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Pre
 def setting(config: RunConfig) -> Setting:
     """What a strategy may know of where this server runs."""
     return Setting(
+        link_bytes_per_s=config.cluster.link.bytes_per_s,
         memory_bytes=psutil.virtual_memory().available / 4,
         momentum=config.momentum if config.optimizer == "sgd" else ADAMW_MOMENTUM,
     )

@@ -161,7 +161,9 @@ class Simulation:
             self._workers.append(_Worker(core, trainer, StepTimes(self._profile, config.seed, rank)))
         x0 = FlatModel(model).vector.detach().clone()
         self._elements = x0.numel()
-        self._server = ServerCore(strategy, x0, config.workers, roles.setting(config))
+        # The memory of this machine must not decide anything.
+        setting = roles.setting(config)._replace(memory_bytes=math.inf)
+        self._server = ServerCore(strategy, x0, config.workers, setting)
         self._columns = strategy.columns
 
     def _simulate(self) -> None:
