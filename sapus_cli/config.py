@@ -80,7 +80,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Local steps of each worker on a training set of `n_train` samples; None if the budget is in seconds."""
         if self.epochs is None:
             return self.steps
-        return max(1, math.ceil(self.epochs * n_train / (self.workers * self.batch_size)))
+        return max(1, math.ceil(self.epochs * n_train / (self.workers * self.effective_batch(n_train))))
+
+    def effective_batch(self, n_train: int) -> int:
+        """Samples in a worker's minibatch: what was asked for, or its whole share of `n_train` if that is smaller."""
+        return min(self.batch_size, max(1, n_train // self.workers))
 
 
 def check_threads(threads: int) -> None:

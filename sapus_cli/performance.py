@@ -248,11 +248,9 @@ def marginal_elasticity(history: list[float]) -> float:
     Args:
         history: a(1), ..., a(k), k >= 1, none negative.
     """
-    k = len(history)
-    window = min(max(2, k // 4), k - 1)
-    points = sorted({k, k - window // 2, k - window})
-    if len(points) == 1 or any(history[point - 1] <= 0 for point in points):
+    if not slope_known(history):
         return 1.0
+    points = _points(history)
     x = [math.log(point) for point in points]
     y = [math.log(history[point - 1]) for point in points]
     newest = (y[-1] - y[-2]) / (x[-1] - x[-2])
@@ -260,6 +258,18 @@ def marginal_elasticity(history: list[float]) -> float:
         return newest
     older = (y[1] - y[0]) / (x[1] - x[0])
     return newest + (newest - older) * (x[2] - x[1]) / (x[2] - x[0])
+
+
+def slope_known(history: list[float]) -> bool:
+    """Whether there are two points at least to take a slope from, and none of them is missing (0)."""
+    points = _points(history)
+    return len(points) > 1 and all(history[point - 1] > 0 for point in points)
+
+
+def _points(history: list[float]) -> list[int]:
+    k = len(history)
+    window = min(max(2, k // 4), k - 1)
+    return sorted({k, k - window // 2, k - window})
 
 
 def marginal_due(history: list[float], c: float) -> bool:

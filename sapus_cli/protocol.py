@@ -32,7 +32,7 @@ from sapus_cli.strategy import STANDARD_INFO, AnyStrategy, Received, Reply, Step
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sapus_cli.strategy import ServerState, Setting
+    from sapus_cli.strategy import Info, ServerState, Setting
 
 
 PATIENCE = 10
@@ -163,7 +163,10 @@ class WorkerCore:
             self._update.copy_(decision.vector)
         if not decision.wait:
             self._remember_local()
-        return self._push(now, dict(decision.info), wait=decision.wait or last)
+        info = dict(decision.info)
+        if last:
+            info.setdefault("reason", "last")
+        return self._push(now, info, wait=decision.wait or last)
 
     def on_state(self, message: State, now: float) -> Push | None:
         """Take over a state whose vector has been received into `incoming`.
@@ -296,6 +299,7 @@ class _Member:
     seq: int = 0
     declined: int = 0
     steps: int = 0
+    sick_since: int = 0
     row: PushRow | None = None
     joining: bool = False
 
@@ -383,6 +387,8 @@ class ServerCore:
         version = self.version
         if message.version > version:
             raise RemoteProtocolError(f"worker {worker} claims version {message.version}, the newest is {version}")
+        if unknown := [key for key in message.info if key not in self._columns]:
+            raise RemoteProtocolError(self._undeclared(unknown[0]))
         member.seq = message.seq
         if not (math.isfinite(message.loss) and finite(vector)):
             return self._decline(worker, member, message, now)
@@ -399,7 +405,7 @@ class ServerCore:
             bytes_in=n_bytes,
             step_s=message.step_s,
             exchange_s=message.exchange_s,
-            info=self._checked(dict(message.info)),
+            info=dict(message.info),
         )
         self._received += 1
         self.samples += message.n_samples
@@ -439,11 +445,13 @@ class ServerCore:
 
     def _decline(self, worker: int, member: _Member, message: Push, now: float) -> list[Outgoing]:
         self.declined += 1
+        if member.declined == 0:
+            member.sick_since = member.steps + message.n_steps
         member.declined += 1
         if all(other.declined >= PATIENCE for other in self._members.values()):
             raise DivergedError(
-                f"diverged: no worker pushes finite numbers any more; worker {worker} had taken "
-                f"{member.steps + message.n_steps} steps after {now:.1f} s; try a smaller --lr"
+                f"diverged: no worker pushes finite numbers any more, worker {worker} since its step "
+                f"{member.sick_since}, for {PATIENCE} pushes until {now:.1f} s; try a smaller --lr"
             )
         if member.declined % PATIENCE:
             return [Outgoing(worker, Declined(seq=message.seq), None, None)]
@@ -481,7 +489,7 @@ class ServerCore:
             held_s = 0.0
             if row is not None:
                 held_s = row.held_s = max(0.0, now - row.t_s)
-                row.info.update(self._checked(dict(reply.info)))
+                row.info.update(self._declared(reply.info))
             header = State(
                 version=self.version,
                 t_s=now,
@@ -500,12 +508,14 @@ class ServerCore:
             return []
         return [Outgoing(worker, self.snapshot(now, final=False), self.state.x, None)]
 
-    def _checked(self, info: dict[str, float | str]) -> dict[str, float | str]:
+    def _declared(self, info: Info) -> Info:
         for key in info:
             if key not in self._columns:
-                name = type(self._strategy).__name__
-                raise LocalProtocolError(f"the info key '{key}' is not in {name}.columns: add it there")
+                raise LocalProtocolError(self._undeclared(key))
         return info
+
+    def _undeclared(self, key: str) -> str:
+        return f"the info key '{key}' is not in {type(self._strategy).__name__}.columns: add it there"
 
     @staticmethod
     def _finite(reply: Reply) -> dict[str, float]:

@@ -229,6 +229,11 @@ class Trainer:
         self.steps += 1
         return loss.item(), self.batch_size
 
+    def forget(self) -> None:
+        """Drop what the optimizer has accumulated: after divergence a velocity may hold what is not a number."""
+        self._optimizer = self._spec.make(self._parameter)
+        self.flat.grad.zero_()
+
     def warm_up(self) -> None:
         """Take a step that leaves no trace but what torch sets up at its first use, so that the first one is not slow.
 

@@ -17,10 +17,10 @@ class Buffer(ServerState):
 
     total: Vec = field(kw_only=True)
 
-    def apply(self, rate: float) -> None:
-        """Move the global state by `rate` times the mean of the updates held, and hold none."""
+    def apply(self, weight: float) -> None:
+        """Move the global state by `weight` times the sum of the updates held, and hold none."""
         if self.pending:
-            self.x.add_(self.total, alpha=rate / self.pending)
+            self.x.add_(self.total, alpha=weight)
             self.total.zero_()
             self.pending = 0
 
@@ -34,7 +34,8 @@ class FedBuff(Strategy[None, Buffer]):
     Source: Nguyen et al., "Federated learning with buffered asynchronous aggregation", AISTATS 2022, Algorithm 1, with
         the polynomial staleness scaling of Xie et al. (2019).
 
-    Deviation: what is left in the buffer when the last worker leaves is applied too, so that no step is lost.
+    Deviation: what is left in the buffer when the last worker leaves is applied too, each push with the
+        weight that it was announced with.
 
     Hyper-parameters:
         k: pushes to an update, a whole number of at least 1. Default 10: the paper's.
@@ -72,11 +73,11 @@ class FedBuff(Strategy[None, Buffer]):
         s.total.add_(msg.vector, alpha=freshness)
         s.pending += 1
         if s.pending >= self.k:
-            s.apply(self.server_lr)
+            s.apply(self.server_lr / self.k)
         return (Reply(msg.worker, info={"weight": self.server_lr * freshness / self.k}),)
 
     def on_leave(self, s: Buffer, worker: int) -> Sequence[Reply]:
         """Apply the rest once nobody is left."""
         if not s.members:
-            s.apply(self.server_lr)
+            s.apply(self.server_lr / self.k)
         return ()

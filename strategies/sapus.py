@@ -15,6 +15,7 @@ from sapus_cli.performance import (
     marginal_elasticity,
     momentum_bound,
     resource_bound,
+    slope_known,
     theoretical_lower,
     theoretical_upper,
 )
@@ -196,8 +197,9 @@ def watch(w: Watch, step: Step, *, sample: int, overlap: bool) -> Push | None:
         "h_max": w.h_max,
         "c": w.c,
         "statistic": w.norms[-1],
-        "slope": marginal_elasticity(w.norms) * w.norms[-1] / step.k,
     }
+    if slope_known(w.norms):
+        info["slope"] = marginal_elasticity(w.norms) * w.norms[-1] / step.k
     if w.n_squares:
         # Half the mean squared successive difference is the variance of a batch loss, whatever its trend.
         info["loss_variance"] = w.squares / w.n_squares / (2 * step.k)
@@ -229,7 +231,11 @@ def answer(s: Measured, msg: Received, bounding: Bounding, info: Info) -> tuple[
     before = s.told.get(msg.worker, Bounds())
     bounds = s.told[msg.worker] = bounds_of(s, msg, bounding)
     hint = {"h_min": bounds.h_min, "h_max": bounds.h_max, "c": bounds.c, "measured": float(bounds.measured)}
-    return (Reply(msg.worker, hint=hint, info={"lower": before.lower, "resource": before.resource, **info}),)
+    # A tail that the protocol pushed by itself carries no bounds: they are those that its worker was told.
+    told = {"h_min": before.h_min, "h_max": before.h_max, "c": before.c}
+    missing = {key: value for key, value in told.items() if key not in msg.info}
+    facts = {"lower": before.lower, "resource": before.resource, **missing, **info}
+    return (Reply(msg.worker, hint=hint, info=facts),)
 
 
 def bounds_of(s: Measured, msg: Received, bounding: Bounding) -> Bounds:
@@ -250,7 +256,7 @@ def bounds_of(s: Measured, msg: Received, bounding: Bounding) -> Bounds:
     )
     theory = theoretical_lower(c, bounding.horizon)
     h_min = max(resource.steps, theory)
-    lower = "resource" if resource.steps > theory else "theory"
+    lower = "resource" if resource.steps >= theory and resource.resource != "none" else "theory"
     if s.setting.momentum > 0:
         unbound, h_min = h_min, momentum_bound(h_min, c, s.setting.momentum)
         lower = lower if h_min == unbound else "momentum"
@@ -259,4 +265,5 @@ def bounds_of(s: Measured, msg: Received, bounding: Bounding) -> Bounds:
     if bounding.lr_curvature > 0:
         upper = min(upper, curvature_upper(bounding.lr_curvature))
     h_max = max(h_min, upper)
-    return Bounds(h_min, h_max, lower, resource.resource, c, measured=True)
+    binding = resource.resource if lower == "resource" else "none"
+    return Bounds(h_min, h_max, lower, binding, c, measured=True)

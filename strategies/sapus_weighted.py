@@ -121,8 +121,8 @@ def enter(s: Window, msg: Received) -> None:
     """Take a push's loss, its variance (smoothed 0.8/0.2) and its timing into the window."""
     given, before = msg.info.get("loss_variance"), s.losses.get(msg.worker)
     # A loss whose variance nobody knows yet (one step, no difference) cannot be compared: it stays out.
-    if given is not None:
-        variance = max(float(given), FLOOR)
+    if isinstance(given, float) and math.isfinite(given):
+        variance = max(given, FLOOR)
         if before is not None:
             variance = before[1] + SMOOTHING * (variance - before[1])
         s.losses[msg.worker] = (msg.loss, variance)

@@ -19,6 +19,7 @@ from sapus_cli.codec import Leave, State
 from sapus_cli.drivers.client import Client
 from sapus_cli.drivers.control import Halt, tell
 from sapus_cli.drivers.server import Server, Traffic, bind
+from sapus_cli.errors import RemoteProtocolError
 from sapus_cli.protocol import WorkerCore
 from sapus_cli.strategy import Setting
 from sapus_cli.traces import read_trace
@@ -89,6 +90,10 @@ def test_counted_bytes_are_the_kernel_s_up_to_framing(tmp_path: Path, d: int) ->
     thread = threading.Thread(target=server.run)
     thread.start()
     clients = [Client(endpoint, "worker", rank) for rank in range(2)]
+    evaluator = Client(endpoint, "evaluator")
+    with pytest.raises(RemoteProtocolError, match="the evaluator is here already"):
+        Client(endpoint, "evaluator")
+    evaluator.close()
     cores = [WorkerCore(strategy, torch.zeros(d), rank) for rank in range(2)]
     counted_before = settled(server, 2)
     kernel_before = kernel_bytes(port)

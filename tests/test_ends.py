@@ -108,7 +108,7 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     done = sapus("run", "--lr", "1e30", "--workers", "2", "-s", "asp", "--steps", "500", cwd=tmp_path)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("sapus: diverged: no worker pushes finite numbers any more; worker ")
+    assert last.startswith("sapus: diverged: no worker pushes finite numbers any more, worker ")
     assert last.endswith("try a smaller --lr")
     (folder,) = (tmp_path / "results").iterdir()
     assert read_run(folder)["status"] == "failed"

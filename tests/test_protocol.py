@@ -282,6 +282,20 @@ def test_a_push_that_breaks_a_rule_is_refused_and_changes_nothing(worker: int, m
     assert core.state.x.item() == 0.5
 
 
+def test_facts_that_the_strategy_does_not_know_are_refused_and_change_nothing() -> None:
+    core = started(Asp())
+    with pytest.raises(RemoteProtocolError, match=r"'zzz' is not in Asp.columns"):
+        core.push(0, push(1, info={"zzz": 1.0}), torch.tensor([1.0]), 0.0, 0)
+    assert (core.state.x.item(), core.version) == (0.0, 0)
+    core.push(0, push(1, info={"reason": "mine"}), torch.tensor([1.0]), 0.0, 0)
+    assert core.state.x.item() == 0.5
+
+
+def test_the_last_push_of_a_strategy_without_reasons_says_that_it_is_the_last() -> None:
+    run = two_workers(Bsp(), 2).run()
+    assert [row.info.get("reason") for row in run.rows] == [None, None, "last", "last"]
+
+
 def test_no_second_push_before_the_reply() -> None:
     core = started(Bsp())
     core.push(0, push(1), torch.tensor([1.0]), 0.0, 0)
@@ -370,7 +384,7 @@ def test_all_workers_without_a_finite_push_is_divergence() -> None:
         core.push(0, push(seq, n_steps=3, loss=math.nan), torch.ones(1), 1.0, 0)
     for seq in range(1, 10):
         core.push(1, push(seq, n_steps=3, loss=math.nan), torch.ones(1), 2.0, 0)
-    with pytest.raises(DivergedError, match=r"worker 1 had taken 3 steps after 2.5 s"):
+    with pytest.raises(DivergedError, match=r"worker 1 since its step 3, for 10 pushes until 2.5 s"):
         core.push(1, push(10, n_steps=3, loss=math.nan), torch.ones(1), 2.5, 0)
 
 
@@ -471,7 +485,8 @@ def test_any_order_of_events_ends_in_a_protocol_error_or_a_sound_state(
             if event == "join":
                 core.join(rank, 0.0)
             elif event == "push":
-                replies = core.push(rank, push(seq, version), torch.ones(2), 0.0, 0)
+                info = {"reason": "r", "zzz": 1.0} if version == 6 else {"reason": "r"}
+                replies = core.push(rank, push(seq, version, info=info), torch.ones(2), 0.0, 0)
                 answered += sum(reply.row is not None for reply in replies)
             else:
                 replies, row = core.leave(rank, 0.0)

@@ -135,6 +135,49 @@ def test_the_target_ends_the_run_early_and_the_tail_is_flushed(tmp_path: Path) -
     assert pushes["n_steps"].sum() == totals["steps"]
 
 
+def test_a_batch_larger_than_a_shard_does_not_cut_the_epochs(tmp_path: Path) -> None:
+    outcome = launch(tmp_path, epochs=3.0, batch_size=5000)
+    # 1438 training samples, 719 a worker: a step of two workers is a pass, of the whole shard each.
+    assert outcome.record["effective_batch_size"] == 719
+    assert outcome.record["totals"]["samples"] == 3 * 1438
+
+
+def test_a_worker_that_diverges_alone_recovers(tmp_path: Path) -> None:
+    (tmp_path / "poison.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from strategies.asp import Asp\n"
+        "@dataclass(frozen=True)\n"
+        "class Poison(Asp):\n"
+        "    def init_worker(self, x0, worker):\n"
+        "        return worker\n"
+        "    def after_step(self, w, step):\n"
+        "        if w == 0 and step.t == 5:\n"
+        "            step.params[0] = float('nan')\n"
+        "        return super().after_step(None, step)\n"
+    )
+    done = sapus(
+        "run",
+        "-s",
+        "poison:Poison",
+        "-w",
+        "2",
+        "--momentum",
+        "0.9",
+        "--lr",
+        "0.01",
+        "--steps",
+        "100",
+        "--json",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["declined"] == 10
+    assert summary["pushes"] == 2 * 100 - 10
+    events = read_trace(tmp_path / summary["run"], "events")
+    assert list(events.filter(events["kind"] == "fresh")["rank"]) == [0]
+
+
 def test_a_budget_of_seconds_ends_the_run(tmp_path: Path) -> None:
     outcome = launch(tmp_path, params={"h": 5}, seconds=1.5)
     assert outcome.record["summary"]["seconds"] >= 1.5

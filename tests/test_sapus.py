@@ -335,7 +335,7 @@ def test_the_bounds_on_a_quadratic_of_known_curvature() -> None:
         # 4 * 3 / 2 / 0.9 = 6.667 s, less 0.75: 5.917 -> 6.
         (Costs(cpu_s=3.0, n_bytes=1, setting=Setting(server_cores=2.0)), False, (6, 6, "resource", "cpu")),
         # One push at a time: 4 * 0.5 / 1 = 2 s a cycle, less 0.5: 1.5 -> 2; bound (2) asks for 4.
-        (Costs(n_bytes=1000, setting=Setting(memory_bytes=2000.0)), False, (4, 4, "theory", "memory")),
+        (Costs(n_bytes=1000, setting=Setting(memory_bytes=2000.0)), False, (4, 4, "theory", "none")),
         # Nobody says B: 2 * 1000 / 0.5 = 4000 bytes a second: 4 * 0.25 / 0.9 = 1.111 s, less 0.75: 1.
         (Costs(n_bytes=1000), False, (4, 4, "theory", "none")),
         # Momentum 0.9: 4 is one of the bad intervals, 10 is the least good one.
@@ -782,3 +782,29 @@ def test_a_slow_worker_takes_fewer_steps_to_a_push(tmp_path: Path) -> None:
     other, mine = (statistics.mean(steps.to_list()[-40:]) for steps in intervals)
     # It was 0.45 to 0.78 of the other's in eight runs.
     assert mine < 0.9 * other
+
+
+def test_the_window_of_the_last_pull_is_what_a_push_is_compared_with() -> None:
+    # Worker 0 pushes three times, worker 1 twice. What worker 0 missed between its second and its third push is the
+    # fall of worker 1 from 6 to 5 (variances 1 and 1): z = 1 / sqrt(2). Against its first pull it would be more.
+    window = SapusWeighted().init_server(torch.zeros(1), 2)
+    window.members |= {0, 1}
+    events = [(0, 9.0), (1, 6.0), (0, 8.0), (1, 5.0), (0, 7.0)]
+    strategy = SapusWeighted()
+    for now, (worker, loss) in enumerate(events):
+        strategy.on_push(
+            window,
+            Received(worker, torch.zeros(1), 1, loss, 0, float(now + 1), 0.1, 0.1, info={"loss_variance": 1.0}),
+        )
+    assert window.seen[0].z == pytest.approx(1 / math.sqrt(2))
+    # Worker 1 at its second push: worker 0 had fallen from 9 to 8.
+    assert window.seen[1].z == pytest.approx(1 / math.sqrt(2))
+
+
+@pytest.mark.parametrize("given", ["x", math.nan, math.inf])
+def test_a_variance_that_is_no_number_stays_out_of_the_window(given: float | str) -> None:
+    window = SapusWeighted().init_server(torch.zeros(1), 2)
+    window.members |= {0, 1}
+    message = Received(0, torch.zeros(1), 1, 1.0, 0, 1.0, 0.1, 0.1, info={"loss_variance": given})
+    SapusWeighted().on_push(window, message)
+    assert window.losses == {}

@@ -239,6 +239,23 @@ def test_warming_up_leaves_no_trace(digits: DataSet) -> None:
     assert torch.equal(torch.random.get_rng_state(), random_state)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [SGD, OptimizerSpec("sgd", 0.1, momentum=0.9), OptimizerSpec("adamw", 0.001)],
+    ids=["sgd", "momentum", "adamw"],
+)
+def test_after_divergence_a_state_that_is_finite_again_stays_so(digits: DataSet, spec: OptimizerSpec) -> None:
+    trainer = _trainer(build_model("mlp", digits, 0), digits, spec)
+    good = trainer.vector.clone()
+    trainer.vector[0] = math.nan
+    trainer.step()
+    assert not torch.isfinite(trainer.vector).all()
+    trainer.vector.copy_(good)
+    trainer.forget()
+    trainer.step()
+    assert torch.isfinite(trainer.vector).all()
+
+
 def test_dropout_does_not_depend_on_who_else_draws_random_numbers(digits: DataSet) -> None:
     alone = _trainer(_noisy(), digits)
     expected = [alone.step()[0] for _ in range(3)]

@@ -52,7 +52,8 @@ def _headline(console: Console, run: Path, record: dict[str, Any]) -> None:
     console.print(
         f"{config['strategy']} {params}".strip()
         + f": {config['model']} on {config['dataset']} ({config['partition']}), "
-        f"{record['model']['elements']:,} elements, {config['workers']} workers, batch {config['batch_size']}, "
+        f"{record['model']['elements']:,} elements, {config['workers']} workers, "
+        f"batch {record['effective_batch_size']}, "
         f"{config['optimizer']} lr {config['lr']:g}, seed {config['seed']}",
         highlight=False,
     )

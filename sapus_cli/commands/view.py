@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import time
 from collections import deque
@@ -264,7 +265,7 @@ def headline(plan: Plan) -> str:
     params = "".join(f" {key}={value}" for key, value in config.params.items())
     return (
         f"{config.strategy}{params}: {config.model} on {config.dataset}, {plan.elements:,} elements, "
-        f"{config.workers} workers, batch {config.batch_size}, seed {config.seed}"
+        f"{config.workers} workers, batch {config.effective_batch(plan.n_train)}, seed {config.seed}"
     )
 
 
@@ -273,7 +274,7 @@ def print_outcome(outcome: Outcome) -> None:
     console = Console()
     console.print(summary_table(outcome.record))
     console.print(f"Run folder: [bold]{outcome.folder}[/bold]", highlight=False, soft_wrap=True)
-    console.print(f"Next: [bold]sapus show {outcome.folder}[/bold]", highlight=False, soft_wrap=True)
+    console.print(f"Next: [bold]sapus show {shlex.quote(str(outcome.folder))}[/bold]", highlight=False, soft_wrap=True)
 
 
 def print_json(outcome: Outcome) -> None:
@@ -313,6 +314,8 @@ def summary_table(record: Mapping[str, Any]) -> Table:
         table.add_row("start-up", f"{record['startup_s']:.2f} s")
     add("throughput", "samples_per_s", "{:,.0f} samples/s")
     add("pushes", "pushes", "{:,}")
+    if summary.get("declined"):
+        table.add_row("declined pushes", f"[yellow]{summary['declined']:,}[/yellow] (not finite; see events.csv)")
     add("mean interval", "mean_interval", "{:.1f} steps")
     add("server CPU", "server_cpu_percent", "{:.1f} % of a core")
     add("network in", "gbit_per_s_in", "{:.3f} Gbit/s")

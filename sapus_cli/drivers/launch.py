@@ -55,6 +55,7 @@ POLL_S = 0.1
 SAMPLE_EVERY_S = 0.5
 HALT_S = 5.0
 END_S = 5.0
+TERMINATE_S = 1.0
 LOG_LINES = 5
 
 
@@ -327,6 +328,8 @@ class Launcher:
     def _look_for_signals(self) -> None:
         if not self._signals:
             return
+        if self._released_s is None:
+            raise InterruptedRunError(f"interrupted by {self._signals[0]} before training began")
         now = time.monotonic()
         if self._halt_by is None:
             self._halt_by = now + HALT_S
@@ -404,13 +407,14 @@ class Launcher:
 
     def _end_children(self) -> None:
         """End every child: wait a little for those that are about to, then insist."""
-        deadline = time.monotonic() + (END_S if self._ended is not None else 0)
+        deadline = time.monotonic() + (END_S if self._ended is not None and not self._signals else 0)
         for child in self._children:
             child.process.join(max(0, deadline - time.monotonic()))
         for child in self._children:
             child.process.terminate()
+        deadline = time.monotonic() + TERMINATE_S
         for child in self._children:
-            child.process.join(END_S)
+            child.process.join(max(0, deadline - time.monotonic()))
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()

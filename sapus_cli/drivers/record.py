@@ -35,6 +35,7 @@ def first_record(
         "model": {"elements": ready.elements, "fingerprint": ready.fingerprint},
         "device": ready.device,
         "threads_per_process": config.threads,
+        "effective_batch_size": config.effective_batch(ready.n_train),
         "steps_per_worker": config.steps_per_worker(ready.n_train),
         "environment": traces.environment(),
     }
@@ -66,6 +67,7 @@ def summary(ended: Ended, evals: list[Measured]) -> dict[str, float | int | None
         "samples_per_s": rate(ended.samples),
         "steps_per_s": rate(ended.steps),
         "pushes": ended.pushes,
+        "declined": ended.declined,
         "mean_interval": ended.steps / ended.pushes if ended.pushes else None,
         "server_cpu_s": ended.server_cpu_s,
         "server_cpu_percent": rate(100 * ended.server_cpu_s),

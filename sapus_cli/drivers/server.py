@@ -230,6 +230,8 @@ class Server:
                 "install the same sapus on both sides"
             )
         rank = 0
+        if hello.role == "evaluator" and any(peer.role == "evaluator" for peer in self._peers.values()):
+            raise RemoteProtocolError("the evaluator is here already")
         if hello.role == "worker":
             free = [r for r in range(self._n_workers) if r not in self._workers]
             if not free:

@@ -262,6 +262,8 @@ class Simulation:
             core.incoming.copy_(vector)
         if self._stopping or (self._config.seconds is not None and self._now >= self._config.seconds):
             core.stop()
+        if message.fresh:
+            self._workers[rank].trainer.forget()
         self._send(rank, core.on_state(message, self._now))
 
     def _leave(self, rank: int) -> None:

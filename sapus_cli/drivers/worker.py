@@ -25,6 +25,9 @@ class Steps(Protocol):
     def step(self) -> tuple[float, int]:
         """Take one local step; returns the minibatch's mean loss and its number of samples."""
 
+    def forget(self) -> None:
+        """Drop what the optimizer has accumulated."""
+
 
 class Worker:
     """Drives a `WorkerCore` over a connection until its budget is used up or the server says stop.
@@ -101,6 +104,8 @@ class Worker:
             self._released = now
         elif self._seconds is not None and now - self._released >= self._seconds:
             self._core.stop()
+        if message.fresh:
+            self._trainer.forget()
         push = self._core.on_state(message, now)
         if push is not None:
             self._client.send(push, self._core.outgoing)
