@@ -78,7 +78,7 @@ PUSHES = (
     Column("held_s", "Float64", "seconds the server withheld the reply"),
     Column("reason", "String", "why the worker pushed now; `last` is the end of its budget"),
     Column("h_min", "Float64", "least update interval the strategy allowed, local steps"),
-    Column("h_max", "Float64", "greatest update interval the strategy allowed, local steps"),
+    Column("h_max", "Float64", "greatest interval after which a step was to push; steps in flight may add to it"),
 )
 
 RESOURCES = (
@@ -88,15 +88,15 @@ RESOURCES = (
     Column("cpu_s", "Float64", "CPU time of the process so far, user and system, seconds"),
     Column("cpu_percent", "Float64", "CPU time since its last sample, percent of one core"),
     Column("rss_bytes", "Int64", "resident memory of the process, bytes"),
-    Column("rx_bytes", "Int64", "bytes the process has received through its sockets so far"),
-    Column("tx_bytes", "Int64", "bytes the process has sent through its sockets so far"),
-    Column("gpu_percent", "Float64", "load of the GPU that the process uses, percent; empty without one"),
-    Column("gpu_mem_bytes", "Int64", "GPU memory of the process, bytes; empty without one"),
+    Column("rx_bytes", "Int64", "bytes the server has received from workers so far; empty for other roles"),
+    Column("tx_bytes", "Int64", "bytes the server has sent to workers so far; empty for other roles"),
+    Column("gpu_percent", "Float64", "load of a GPU, percent; not measured yet, always empty"),
+    Column("gpu_mem_bytes", "Int64", "GPU memory of the process, bytes; not measured yet, always empty"),
 )
 
 EVENTS = (
     Column("t_s", "Float64", "when it happened, seconds since the start; 0 before it"),
-    Column("kind", "String", "`join`, `leave`, `crash`, `restart`, `checkpoint`, `fault` or `signal`"),
+    Column("kind", "String", "`join`, `leave`, `declined`, `fresh`, `crash` or `signal`"),
     Column("role", "String", "role of the process that it happened to"),
     Column("rank", "Int64", "rank within the role, from 0"),
     Column("detail", "String", "one sentence for the reader"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-ASKED = ("--param", "h=4", "--steps", "10", "--model", "mlp", "--eval-every", "0.1")
+ASKED = ("--strategy", "local-sgd", "--param", "h=4", "--steps", "10", "--model", "mlp", "--eval-every", "0.1")
 
 
 @contextmanager

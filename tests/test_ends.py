@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-LONG = ("run", "--workers", "3", "--seconds", "100", "--param", "h=2", "--model", "mlp")
+LONG = ("run", "--strategy", "local-sgd", "--workers", "3", "--seconds", "100", "--param", "h=2", "--model", "mlp")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)

@@ -208,7 +208,7 @@ def test_names_of_folders_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_a_terminal_gets_a_live_view_and_a_pipe_gets_lines(tmp_path: Path) -> None:
-    command = [*SAPUS, "run", "--workers", "2", "--steps", "300", "--param", "h=2"]
+    command = [*SAPUS, "run", "-s", "local-sgd", "--workers", "2", "--steps", "300", "--param", "h=2"]
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(command, cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE, text=True, env=environment)

@@ -86,7 +86,7 @@ def _config(
             metavar="NAME",
             text="Update strategy: a name from 'sapus strategies', or package.module:Class.",
         ),
-    ] = "local-sgd",
+    ] = "sapus",
     param: Annotated[
         list[str] | None,
         _option("--param", "-p", metavar="KEY=VALUE", text="A hyper-parameter of the strategy, as in h=8; repeatable."),

@@ -53,7 +53,7 @@ def _headline(console: Console, run: Path, record: dict[str, Any]) -> None:
         f"{config['strategy']} {params}".strip()
         + f": {config['model']} on {config['dataset']} ({config['partition']}), "
         f"{record['model']['elements']:,} elements, {config['workers']} workers, "
-        f"batch {record['effective_batch_size']}, "
+        f"batch {record.get('effective_batch_size', config['batch_size'])}, "
         f"{config['optimizer']} lr {config['lr']:g}, seed {config['seed']}",
         highlight=False,
     )
@@ -92,10 +92,9 @@ def _workers(console: Console, pushes: pl.DataFrame) -> None:
 
     if pushes.is_empty():
         return
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    columns = "worker pushes steps interval staleness step_ms exchange_ms held_ms in_MB out_MB"
-    for column in columns.split():
-        table.add_column(column.replace("_", " "), justify="right")
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for column in ["worker", "pushes", "steps", "H", "stale", "step_ms", "exch_ms", "held_ms", "in_MB", "out_MB"]:
+        table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
     per_worker = pushes.group_by("worker").agg(
         pl.len().alias("pushes"),
         pl.col("n_steps").sum().alias("steps"),
