@@ -92,7 +92,7 @@ def test_who_is_one_too_many_is_refused_and_the_server_can_be_ended(
         os.killpg(server.process.pid, signal.SIGTERM)
         code, out, err = server.end()
     assert (code, out) == (130, "")
-    assert err.splitlines()[-1] == "sapus: interrupted by SIGTERM"
+    assert err.splitlines()[-1] == "sapus: interrupted by SIGTERM before training began"
     assert server.record()["status"] == "interrupted"
 
 
