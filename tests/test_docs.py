@@ -68,3 +68,13 @@ def test_the_markdown_of_one_strategy_is_its_section(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("## ssp\n")
     assert done.stdout in (ROOT / "docs/strategies.md").read_text()
+
+
+def test_the_first_screen_shows_what_its_first_command_prints() -> None:
+    page = (ROOT / "README.md").read_text()
+    first, second = re.findall(r"^python -m pip install .*$", page, re.MULTILINE)[:2]
+    assert first.endswith("sapus run --strategy sapus --workers 8")
+    assert second.endswith("pytest")
+    shown = re.search(r"Run folder: results/\S+?_([a-z-]+)_w(\d+)_s0", page)
+    assert shown is not None
+    assert shown.groups() == ("sapus", "8")
