@@ -1,6 +1,5 @@
-"""What an experiment runs on: step times, the server's link, faults. Pure models, seeded, the same in both drivers.
+"""What an experiment runs on: step times and the server's link. Pure models, seeded; the virtual driver simulates them.
 
-The real driver emulates a profile (it pads steps by sleeping and holds messages back), the virtual driver simulates it.
 Units inside are seconds, bytes and bytes a second; profiles and options carry their units ("50ms", "10gbit").
 """
 

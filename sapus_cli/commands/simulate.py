@@ -99,9 +99,8 @@ def _simulate(config: RunConfig, results: Path, name: str | None, *, quiet: bool
     ) as bar:
         task = bar.add_task("virtual time", total=1.0)
 
-        def progress(t_s: float, fraction: float, result: Measured | None) -> None:
-            accuracy = f", accuracy {result.accuracy:.1%}" if result is not None else ""
-            bar.update(task, completed=fraction, description=f"virtual {t_s:.1f} s{accuracy}")
+        def progress(t_s: float, fraction: float, result: Measured) -> None:
+            bar.update(task, completed=fraction, description=f"virtual {t_s:.1f} s, accuracy {result.accuracy:.1%}")
 
         folder, record = Simulation(config, results, name, progress).run()
     outcome = Outcome(folder, record)

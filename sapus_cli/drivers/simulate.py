@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from sapus_cli.protocol import Outgoing
     from sapus_cli.strategy import AnyStrategy, Vec
 
-Progress = "Callable[[float, float, Measured | None], None]"
-"""Called now and then with the virtual seconds, the used part of the budget, and the newest result."""
-
 
 @dataclass
 class _Worker:
@@ -69,7 +66,7 @@ class Simulation:
         config: what to run; its cluster profile must say how long a step takes.
         results: folder that gets the run folder.
         name: name of the run folder, or None for the automatic one.
-        progress: called at every evaluation.
+        progress: called at every evaluation with the virtual seconds, the used part of the budget, and the result.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class Simulation:
         config: RunConfig,
         results: Path,
         name: str | None,
-        progress: Callable[[float, float, Measured | None], None],
+        progress: Callable[[float, float, Measured], None],
     ) -> None:
         self._config = config
         self._profile = config.cluster
