@@ -22,7 +22,7 @@ from sapus_cli.codec import FLOAT32_BYTES, Declined, Leave, Push, State, encode
 from sapus_cli.drivers import roles
 from sapus_cli.drivers.control import Ended, Measured
 from sapus_cli.drivers.record import close_record, first_record
-from sapus_cli.drivers.server import push_values, save_checkpoint, state_sha256
+from sapus_cli.drivers.server import Traffic, push_values, save_checkpoint, state_sha256
 from sapus_cli.errors import UserError
 from sapus_cli.protocol import Phase, ServerCore, WorkerCore
 from sapus_cli.trainer import Evaluator, FlatModel, OptimizerSpec, Trainer
@@ -47,16 +47,6 @@ class _Worker:
     inbox: list[tuple[State | Declined, Vec | None]] = field(default_factory=list)
     left: bool = False
     pushes: int = 0
-
-
-@dataclass
-class Totals:
-    """What crosses the link, in bytes of the profile's wire scale, and frames."""
-
-    rx_bytes: int = 0
-    tx_bytes: int = 0
-    rx_frames: int = 0
-    tx_frames: int = 0
 
 
 class Simulation:
@@ -88,7 +78,7 @@ class Simulation:
         self._down = Direction(config.cluster.link, config.cluster.wire_scale)
         self._server_free_at = 0.0
         self._cpu_s = 0.0
-        self._totals = Totals()
+        self._totals = Traffic()
         self._evals: list[Measured] = []
         self._n_evals = 0
         self._stopping = False
