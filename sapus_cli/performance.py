@@ -33,7 +33,6 @@ _RATES = 64
 _OWN_EXCHANGES = 16
 
 Resource = Literal["cpu", "network", "memory", "guard", "none"]
-Bound = Literal["theory", "resource", "momentum", "none"]
 
 
 @dataclass

@@ -115,11 +115,6 @@ class WorkerCore:
         self._interval = _Interval()
         self._sent = _Interval()
 
-    @property
-    def stopping(self) -> bool:
-        """Whether the next step has to be the last."""
-        return self._stopping
-
     def pull(self, fingerprint: str) -> Pull:
         """The request for the first state."""
         self._expect(Phase.NEW)
@@ -312,6 +307,7 @@ class ServerCore:
         samples: training samples behind all pushes received.
         steps: local steps behind all pushes received.
         started: whether all workers have pulled once, which starts the run.
+        received: pushes accepted, each once.
         declined: pushes that were not applied because they were not finite.
     """
 
@@ -326,13 +322,13 @@ class ServerCore:
         self._strategy = strategy
         self._columns = frozenset((*STANDARD_INFO, *strategy.columns))
         self._n_workers = n_workers
-        self._received = 0
+        self.received = 0
         self._members: dict[int, _Member] = {}
 
     @property
     def version(self) -> int:
         """Number of pushes that are in the global state."""
-        return self._received - self.state.pending
+        return self.received - self.state.pending
 
     @property
     def waiting(self) -> set[int]:
@@ -407,7 +403,7 @@ class ServerCore:
             exchange_s=message.exchange_s,
             info=dict(message.info),
         )
-        self._received += 1
+        self.received += 1
         self.samples += message.n_samples
         self.steps += message.n_steps
         received = Received(

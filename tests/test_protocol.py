@@ -253,7 +253,7 @@ def test_a_retransmitted_push_is_applied_once() -> None:
     assert [(reply.worker, reply.row) for reply in again] == [(0, None)]
     core.push(0, push(2, 1), torch.tensor([4.0]), 3.0, 0)
     assert core.push(0, push(1), torch.tensor([4.0]), 4.0, 0) == []
-    assert (core.state.x.item(), core.version) == (4.0, 2)
+    assert (core.state.x.item(), core.version, core.received) == (4.0, 2, 2)
 
 
 def test_a_retransmitted_push_that_still_waits_goes_on_waiting() -> None:

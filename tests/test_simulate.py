@@ -128,6 +128,9 @@ def test_divergence_fails_the_run(tmp_path: Path) -> None:
         simulate(tmp_path, ClusterProfile(step_s=0.05), strategy="asp", lr=1e30, steps=100)
     (folder,) = tmp_path.iterdir()
     assert read_run(folder)["status"] == "failed"
+    kinds = list(read_trace(folder, "events")["kind"])
+    assert kinds.count("declined") >= 19
+    assert kinds.count("fresh") == 1
 
 
 def test_what_cannot_be_simulated_creates_nothing(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ class Server:
 
     def _push(self, peer: Peer, message: Push, frame: zmq.Frame, n_bytes: int) -> None:
         vector = torch.frombuffer(frame.buffer, dtype=torch.float32)
-        declined = self.core.declined
+        declined, received = self.core.declined, self.core.received
         replies = self.core.push(
             peer.rank, message, vector, self.now, n_bytes, time.process_time() - self._released_cpu_s
         )
@@ -279,7 +279,7 @@ class Server:
             self._tell_event("declined", peer.rank, f"push {message.seq} is not finite")
             if not any(isinstance(reply.message, Declined) for reply in replies):
                 self._tell_event("fresh", peer.rank, "told to pull afresh")
-        else:
+        elif self.core.received > received:
             peer.pushes += 1
             peer.steps += message.n_steps
             peer.interval = message.n_steps
@@ -406,7 +406,7 @@ class Server:
             version=self.core.version,
             samples=self.core.samples,
             steps=self.core.steps,
-            pushes=sum(peer.pushes for peer in self._workers.values()),
+            pushes=self.core.received,
             rx_bytes=sum(traffic.rx_bytes for traffic in workers),
             tx_bytes=sum(traffic.tx_bytes for traffic in workers),
             rx_frames=sum(traffic.rx_frames for traffic in workers),

@@ -46,7 +46,6 @@ class _Worker:
     busy: bool = False
     inbox: list[tuple[State | Declined, Vec | None]] = field(default_factory=list)
     left: bool = False
-    pushes: int = 0
 
 
 class Simulation:
@@ -213,8 +212,8 @@ class Simulation:
         replies = self._server.push(rank, push, vector, self._now, n_bytes, self._cpu_s)
         if self._server.declined > declined:
             self._event_trace.row((self._now, "declined", "worker", rank, f"push {push.seq} is not finite"))
-        else:
-            self._workers[rank].pushes += 1
+            if not any(isinstance(reply.message, Declined) for reply in replies):
+                self._event_trace.row((self._now, "fresh", "worker", rank, "told to pull afresh"))
         self._reply(replies)
 
     def _reply(self, replies: list[Outgoing]) -> None:
@@ -314,7 +313,7 @@ class Simulation:
             version=self._server.version,
             samples=self._server.samples,
             steps=self._server.steps,
-            pushes=sum(worker.pushes for worker in self._workers),
+            pushes=self._server.received,
             rx_bytes=self._totals.rx_bytes,
             tx_bytes=self._totals.tx_bytes,
             rx_frames=self._totals.rx_frames,
