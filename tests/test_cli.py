@@ -23,9 +23,11 @@ RUN_OPTIONS = (
     *("--dataset", "--model", "--data-dir", "--download", "--partition"),
     *("--batch-size", "--optimizer", "--lr", "--momentum", "--weight-decay", "--device", "--threads"),
     *("--epochs", "--steps", "--seconds", "--target-accuracy", "--eval-every"),
+    *("--cluster", "--step-time", "--link", "--slow", "--pause", "--wire-scale"),
 )
 COMMANDS = {
     "run": [*RUN_OPTIONS, "--port"],
+    "simulate": [*RUN_OPTIONS],
     "server": [*RUN_OPTIONS, "--bind"],
     "worker": ["--connect", "--rank", "--data-dir", "--threads"],
     "show": ["--json"],

@@ -8,8 +8,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import msgspec
 import typer
 
+from sapus_cli import cluster
 from sapus_cli.config import RunConfig
 from sapus_cli.errors import UserError
 from sapus_cli.workloads import default_epochs, default_model
@@ -34,6 +36,7 @@ class Device(StrEnum):
 
 
 WORKLOAD, TRAINING, BUDGET = "Workload", "Training", "Budget (one of the first three)"
+CLUSTER = "Cluster (emulated, or simulated)"
 
 
 def _option(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
@@ -152,6 +155,34 @@ def _config(
     eval_every: Annotated[
         float, _real("--eval-every", text="Least seconds between two evaluations.", panel=BUDGET)
     ] = 0.5,
+    profile: Annotated[
+        str,
+        _option("--cluster", metavar="NAME", text="A profile that ships, or the path of a TOML file.", panel=CLUSTER),
+    ] = "none",
+    step_time: Annotated[
+        str | None,
+        _option("--step-time", metavar="TIME", text="Mean time of a local step, as in 50ms.", panel=CLUSTER),
+    ] = None,
+    link: Annotated[
+        str | None,
+        _option("--link", metavar="RATE[,LATENCY]", text="The server's link, as in 1gbit,0.5ms.", panel=CLUSTER),
+    ] = None,
+    slow: Annotated[
+        str | None,
+        _option("--slow", metavar="RANK:FACTORx,...", text="Slower workers, as in 6:2x,7:4x.", panel=CLUSTER),
+    ] = None,
+    pause: Annotated[
+        str | None,
+        _option("--pause", metavar="PROBABILITY:MEAN", text="Pauses after steps, as in 0.01:2s.", panel=CLUSTER),
+    ] = None,
+    wire_scale: Annotated[
+        float | None,
+        _real(
+            "--wire-scale",
+            text="Count every byte on the link as so many, to stand for a larger model.",
+            panel=CLUSTER,
+        ),
+    ] = None,
 ) -> RunConfig:
     if epochs is None and steps is None and seconds is None:
         epochs = default_epochs(dataset)
@@ -177,7 +208,31 @@ def _config(
         seconds=seconds,
         target_accuracy=target_accuracy,
         eval_every_s=eval_every,
+        cluster=_cluster(profile, step_time, link, slow, pause, wire_scale),
     )
+
+
+def _cluster(
+    profile: str,
+    step_time: str | None,
+    link: str | None,
+    slow: str | None,
+    pause: str | None,
+    wire_scale: float | None,
+) -> cluster.ClusterProfile:
+    changes: dict[str, object] = {}
+    if step_time is not None:
+        changes["step_s"] = cluster.seconds("--step-time", step_time)
+    if link is not None:
+        changes["link"] = cluster.read_link(link)
+    if slow is not None:
+        changes["slow"] = cluster.read_slow(slow)
+    if pause is not None:
+        changes["pause"] = cluster.read_pause(pause)
+    if wire_scale is not None:
+        changes["wire_scale"] = wire_scale
+    chosen = cluster.load_profile(profile)
+    return msgspec.structs.replace(chosen, **changes) if changes else chosen
 
 
 def takes_run_options(command: Callable[..., int]) -> Callable[..., int]:
