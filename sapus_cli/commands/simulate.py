@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "Examples:\n\n"
     "sapus simulate --strategy sapus --cluster 8xgpu-10g --workers 8\n\n"
-    "sapus simulate -s ssp --step-time 50ms --link 1gbit,0.5ms --slow 6:2x,7:4x --wire-scale 300\n\n"
-    "sapus simulate -s sapus --cluster 64x-wan --workers 1000 --model mlp --steps 200 --eval-every 20"
+    "sapus simulate -s ssp --step-time 50ms --link 1gbit,0.5ms --slow 6:2x,7:4x\n\n"
+    "sapus simulate --cluster 64x-wan --workers 1000 --model mlp --steps 200"
 )
 
 
