@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 BYTES_PER_S = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 MOST_WORKERS = 4096
 _BLOCK = 256
+_FAULTS = ("kill", "restart")
 
 
 class Pause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,10 +47,19 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: float = 0.0
 
 
-class ServerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """CPU seconds that the server spends on a message, and on each of its bytes; for virtual time only.
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At `at_s` seconds a worker is killed, or one that was killed is started again."""
 
-    The defaults are stated, not measured on any machine of yours: 50 us a message, 0.17 s a gigabyte.
+    kind: Literal["kill", "restart"]
+    worker: int
+    at_s: float
+
+
+class ServerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """CPU seconds that the server spends on a message, and on each of its bytes.
+
+    Virtual time takes them for all messages; emulation for the bytes only that `wire_scale` adds. The defaults are
+    stated, not measured on any machine of yours: 50 us a message, 0.17 s a gigabyte.
     """
 
     message_s: float = 50e-6
@@ -68,7 +78,8 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         link: the server's link.
         wire_scale: every message counts on the link as this many times its bytes, to study a large model with the
             arithmetic of a small one.
-        server: what messages cost the server in virtual time.
+        server: what messages cost the server.
+        faults: workers that are killed and started again, in any order.
     """
 
     name: str = "none"
@@ -81,6 +92,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     link: Link = msgspec.field(default_factory=Link)
     wire_scale: float = 1.0
     server: ServerCost = msgspec.field(default_factory=ServerCost)
+    faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -108,6 +120,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             _positive("period off", self.period.off_s)
         if self.step_s is None and (self.slow or self.pause or self.period or self.variation):
             raise UserError("cluster: slow, pause, period and variation need a step time, as in --step-time 50ms")
+        self._check_faults()
 
     def check_workers(self, workers: int) -> None:
         """Refuse a profile that names workers which do not exist.
@@ -115,11 +128,49 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Raises:
             UserError: names the key and the worker.
         """
-        named = {"slow": self.slow, "period": self.period.workers if self.period else ()}
+        named = {
+            "slow": self.slow,
+            "period": self.period.workers if self.period else (),
+            "fault": [fault.worker for fault in self.faults],
+        }
         for key, ranks in named.items():
             for rank in ranks:
                 if not 0 <= rank < workers:
                     raise UserError(f"cluster: {key} names worker {rank}, but the workers are 0 to {workers - 1}")
+
+    def check_budget(self, seconds: float | None) -> None:
+        """Refuse a fault that comes after the end of a budget in seconds.
+
+        Raises:
+            UserError: names the fault.
+        """
+        for fault in self.faults:
+            if seconds is not None and fault.at_s >= seconds:
+                raise UserError(
+                    f"cluster: fault {fault.kind} of worker {fault.worker} at {fault.at_s:g} s comes after the budget "
+                    f"of {seconds:g} s; give an earlier time, or more seconds"
+                )
+
+    @property
+    def shapes(self) -> bool:
+        """Whether the link holds messages up at all."""
+        return self.link != Link()
+
+    def scaled(self, n_bytes: int) -> int:
+        """What a message of so many bytes counts as on the link."""
+        return round(n_bytes * self.wire_scale)
+
+    def _check_faults(self) -> None:
+        dead: set[int] = set()
+        for fault in sorted(self.faults, key=lambda fault: fault.at_s):
+            _positive("fault time", fault.at_s)
+            if (fault.kind == "kill") == (fault.worker in dead):
+                state = "dead" if fault.kind == "kill" else "alive"
+                raise UserError(
+                    f"cluster: fault {fault.kind} of worker {fault.worker} at {fault.at_s:g} s: it is {state} then; "
+                    "a worker is killed first, and then started again"
+                )
+            dead ^= {fault.worker}
 
 
 @dataclass
@@ -187,6 +238,18 @@ class Direction:
         return start + self.link.latency_s
 
 
+@dataclass
+class ServerTime:
+    """The server's one thread: it has one message at a time in hand, in the order in which they come."""
+
+    free_at: float = 0.0
+
+    def done_at(self, now: float, seconds: float) -> float:
+        """When a message that comes at `now` and keeps the server busy for so many seconds has been handled."""
+        self.free_at = max(now, self.free_at) + seconds
+        return self.free_at
+
+
 def load_profile(name: str) -> ClusterProfile:
     """A profile that ships, by name, or from a TOML file, by its path.
 
@@ -244,9 +307,11 @@ def profile_of(name: str, table: dict[str, Any]) -> ClusterProfile:
             "workers": period.get("workers"),
         }
         _only(where, period, {"on", "off", "workers"}, "step.period.")
+    if "fault" in table:
+        fields["faults"] = _faults(where, table["fault"])
     if "server" in table:
         fields["server"] = table["server"]
-    _only(where, table, {"description", "step", "link", "wire_scale", "server"}, "")
+    _only(where, table, {"description", "step", "link", "wire_scale", "server", "fault"}, "")
     _only(where, step, {"mean", "variation", "slow", "pause", "period"}, "step.")
     _only(where, link, {"rate", "latency"}, "link.")
     try:
@@ -317,6 +382,33 @@ def read_pause(text: str) -> Pause:
     if not colon or not 0 <= chance <= 1:
         raise UserError(f"--pause {text}: must be PROBABILITY:MEAN with a probability in [0, 1], as in 0.01:2s")
     return Pause(probability=chance, mean_s=seconds("--pause mean", mean))
+
+
+def read_fault(text: str) -> Fault:
+    """Read --fault KIND:worker=RANK,at=TIME.
+
+    Raises:
+        UserError: it has another form.
+    """
+    match = re.fullmatch(r"\s*(\w+):worker=(\d+),at=([^,]+)", text)
+    if match is None or match[1] not in _FAULTS:
+        raise UserError(f"--fault {text}: must be kill:worker=RANK,at=TIME or restart:..., as in kill:worker=3,at=20s")
+    return Fault("kill" if match[1] == "kill" else "restart", int(match[2]), seconds("--fault at", match[3]))
+
+
+def _faults(where: str, tables: object) -> list[dict[str, object]]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise UserError(f"{where}: fault must be a list of tables, as in [[fault]]")
+    for table in tables:
+        _only(where, table, {"kind", "worker", "at"}, "fault.")
+    return [
+        {
+            "kind": table.get("kind"),
+            "worker": table.get("worker"),
+            "at_s": seconds(f"{where}: fault.at", table.get("at")),
+        }
+        for table in tables
+    ]
 
 
 def _quantity(what: str, text: object, units: dict[str, float], example: str) -> float:

@@ -72,6 +72,7 @@ class Leave(_Message, frozen=True, tag="leave"):
     """A worker ends; nothing follows."""
 
     reason: Text = ""
+    overruns: Count = 0
 
 
 class Snapshot(_Message, frozen=True, tag="snapshot"):
@@ -90,20 +91,26 @@ class Evaluated(_Message, frozen=True, tag="evaluated"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """Answer to hello: the client's rank, the model's layout, and the run's configuration as JSON."""
+    """Answer to hello: the client's rank, the model's layout, and the run's configuration as JSON.
+
+    `steps` are the local steps of this rank that the server has had already: a worker that takes the place of one that
+    is gone goes on from there.
+    """
 
     protocol: int
     rank: Count
     elements: Positive
     fingerprint: Annotated[str, Meta(max_length=64)]
     config: bytes = b""
+    steps: Count = 0
 
 
 class State(_Message, frozen=True, tag="state"):
     """Answer to a pull, a push or a snapshot, followed by a vector: the global state, or what a strategy sends.
 
     `held_s` is how long the reply was withheld, `samples` how many training samples the state has seen, `fresh` that a
-    worker is to begin anew from it, `final` that no more pushes follow.
+    worker is to begin anew from it, `final` that no more pushes follow. `link_s` is how long an emulated link kept it
+    after `t_s`, so that a worker can tell when the run began.
     """
 
     version: Count
@@ -113,6 +120,7 @@ class State(_Message, frozen=True, tag="state"):
     hint: Numbers = msgspec.field(default_factory=dict)
     fresh: bool = False
     final: bool = False
+    link_s: Seconds = 0.0
 
 
 class Declined(_Message, frozen=True, tag="declined"):

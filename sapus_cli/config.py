@@ -75,6 +75,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             _between("--seconds", self.seconds, 0, MOST, open_low=True)
         if self.target_accuracy is not None:
             _between("--target-accuracy", self.target_accuracy, 0, 1, open_low=True)
+        self.cluster.check_workers(self.workers)
+        self.cluster.check_budget(self.seconds)
 
     def steps_per_worker(self, n_train: int) -> int | None:
         """Local steps of each worker on a training set of `n_train` samples; None if the budget is in seconds."""

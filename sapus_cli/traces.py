@@ -96,7 +96,7 @@ RESOURCES = (
 
 EVENTS = (
     Column("t_s", "Float64", "when it happened, seconds since the start; 0 before it"),
-    Column("kind", "String", "`join`, `leave`, `declined`, `fresh`, `crash` or `signal`"),
+    Column("kind", "String", "`join`, `leave`, `declined`, `fresh`, `fault`, `restart`, `crash` or `signal`"),
     Column("role", "String", "role of the process that it happened to"),
     Column("rank", "Int64", "rank within the role, from 0"),
     Column("detail", "String", "one sentence for the reader"),

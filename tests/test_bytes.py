@@ -15,6 +15,7 @@ import torch
 from processes import launch
 
 from sapus_cli import traces
+from sapus_cli.cluster import ClusterProfile
 from sapus_cli.codec import Leave, State
 from sapus_cli.drivers.client import Client
 from sapus_cli.drivers.control import Halt, tell
@@ -80,6 +81,7 @@ def test_counted_bytes_are_the_kernel_s_up_to_framing(tmp_path: Path, d: int) ->
         strategy,
         torch.zeros(d),
         n_workers=2,
+        profile=ClusterProfile(),
         setting=Setting(),
         fingerprint="f",
         config=b"{}",

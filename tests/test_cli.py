@@ -72,7 +72,9 @@ def test_help_of_a_command_shows_its_options_and_examples(
     heading = next(i for i, line in enumerate(lines) if line.strip() in {"Example:", "Examples:"})
     examples = [line.strip() for line in lines[heading + 1 :] if line.strip()]
     assert examples
-    assert all(example.startswith("sapus ") and example.count(f"sapus {command}") <= 1 for example in examples), examples
+    assert all(example.startswith("sapus ") and example.count(f"sapus {command}") <= 1 for example in examples), (
+        examples
+    )
 
 
 def test_the_examples_of_run_are_its_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ def _config(
         _option(
             "--dataset",
             metavar="NAME",
-            text="digits, mnist5k, pydoc, mnist, fashion-mnist, cifar10, cifar100 or fake:CxHxW:K.",
+            text="digits, mnist5k, pydoc, mnist, fashion-mnist, cifar10, cifar100, fake:CxHxW:K or null.",
             panel=WORKLOAD,
         ),
     ] = "digits",
@@ -110,9 +110,9 @@ def _config(
         _option(
             "--model",
             metavar="NAME",
-            text="mlp, cnn, lenet5, resnet20, gpt or torchvision:NAME.",
+            text="mlp, cnn, lenet5, resnet20, gpt, torchvision:NAME or null:ELEMENTS.",
             panel=WORKLOAD,
-            show_default="gpt for pydoc, else cnn",
+            show_default="gpt for pydoc, null:100000 for null, else cnn",
         ),
     ] = None,
     data_dir: Annotated[
@@ -175,6 +175,15 @@ def _config(
         str | None,
         _option("--pause", metavar="PROBABILITY:MEAN", text="Pauses after steps, as in 0.01:2s.", panel=CLUSTER),
     ] = None,
+    fault: Annotated[
+        list[str] | None,
+        _option(
+            "--fault",
+            metavar="KIND:worker=RANK,at=TIME",
+            text="Kill or restart a worker, as in kill:worker=3,at=20s; repeatable.",
+            panel=CLUSTER,
+        ),
+    ] = None,
     wire_scale: Annotated[
         float | None,
         _real(
@@ -208,7 +217,7 @@ def _config(
         seconds=seconds,
         target_accuracy=target_accuracy,
         eval_every_s=eval_every,
-        cluster=_cluster(profile, step_time, link, slow, pause, wire_scale),
+        cluster=_cluster(profile, step_time, link, slow, pause, fault, wire_scale),
     )
 
 
@@ -218,6 +227,7 @@ def _cluster(
     link: str | None,
     slow: str | None,
     pause: str | None,
+    fault: list[str] | None,
     wire_scale: float | None,
 ) -> cluster.ClusterProfile:
     changes: dict[str, object] = {}
@@ -229,10 +239,14 @@ def _cluster(
         changes["slow"] = cluster.read_slow(slow)
     if pause is not None:
         changes["pause"] = cluster.read_pause(pause)
+    if fault:
+        changes["faults"] = tuple(cluster.read_fault(text) for text in fault)
     if wire_scale is not None:
         changes["wire_scale"] = wire_scale
     chosen = cluster.load_profile(profile)
-    return msgspec.structs.replace(chosen, **changes) if changes else chosen
+    if changes:
+        changes["name"] = "custom" if profile == "none" else f"{chosen.name}, changed"
+    return msgspec.structs.replace(chosen, **changes)
 
 
 def takes_run_options(command: Callable[..., int]) -> Callable[..., int]:

@@ -316,6 +316,10 @@ def summary_table(record: Mapping[str, Any]) -> Table:
     add("pushes", "pushes", "{:,}")
     if summary.get("declined"):
         table.add_row("declined pushes", f"[yellow]{summary['declined']:,}[/yellow] (not finite; see events.csv)")
+    if summary.get("overruns"):
+        table.add_row(
+            "late steps", f"[yellow]{summary['overruns']:,}[/yellow] took longer than the cluster profile says"
+        )
     add("mean interval", "mean_interval", "{:.1f} steps")
     add("server CPU", "server_cpu_percent", "{:.1f} % of a core")
     add("network in", "gbit_per_s_in", "{:.3f} Gbit/s")

@@ -105,11 +105,18 @@ class Halt(_Control, frozen=True, tag="halt"):
     """To the server: end the run at once."""
 
 
+class Gone(_Control, frozen=True, tag="gone"):
+    """To the server: a worker is dead."""
+
+    rank: int
+
+
 class Ended(_Control, frozen=True, tag="ended"):
     """The server's last word. `end_s` is when the last worker left, seconds since the release.
 
     Bytes and frames are those of the workers; `evaluator_bytes` are those of the snapshots, both ways. `server_cpu_s`
-    is what the server used between the release and that instant; `reached_s` when the target accuracy was reached.
+    is what the server used between the release and that instant; `reached_s` when the target accuracy was reached;
+    `overruns` are steps that really took longer than the cluster profile says.
     """
 
     end_s: float
@@ -126,6 +133,7 @@ class Ended(_Control, frozen=True, tag="ended"):
     state_sha256: str
     declined: int
     reached_s: float | None
+    overruns: int = 0
 
 
 class Failed(_Control, frozen=True, tag="failed"):
@@ -134,7 +142,9 @@ class Failed(_Control, frozen=True, tag="failed"):
     reason: str
 
 
-Line: TypeAlias = Unusable | Prepared | Bound | Begin | Released | Status | Happened | Measured | Halt | Ended | Failed
+Line: TypeAlias = (
+    Unusable | Prepared | Bound | Begin | Released | Status | Happened | Measured | Halt | Gone | Ended | Failed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Line] = msgspec.msgpack.Decoder(Line)

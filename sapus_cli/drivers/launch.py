@@ -24,6 +24,7 @@ from sapus_cli.drivers.control import (
     Bound,
     Ended,
     Failed,
+    Gone,
     Halt,
     Happened,
     Line,
@@ -162,6 +163,7 @@ class Launcher:
         self._signals: list[str] = []
         self._halt_by: float | None = None
         self._next_sample_s = 0.0
+        self._killed: set[int] = set()
 
     def run(self) -> Outcome:
         """Run to the end.
@@ -173,6 +175,8 @@ class Launcher:
         """
         check_names(self._config.dataset, self._config.model)
         check_partition(self._config.partition, self._config.dataset)
+        if self._config.cluster.faults and not self._own_workers:
+            raise UserError("--fault: workers that are started by hand cannot be killed from here; use sapus run")
         strategy = registry.build(self._config.strategy, self._config.params)
         traces.check_results(self._results)
         context = fork_server(self._config.threads)
@@ -205,6 +209,13 @@ class Launcher:
         traces.write_run(self._folder, self._record)
         steps = self._config.steps_per_worker(ready.n_train)
         self._observer = self._observe(Plan(self._config, self._folder, bound, ready.n_train, ready.elements, steps))
+        self._faults = sorted(self._config.cluster.faults, key=lambda fault: fault.at_s)
+
+        def restart(rank: int) -> None:
+            child = self._start(context, "worker", rank, children.work, self._config, strategy, ready, rank)
+            self._tell(child, Begin(str(self._folder), bound))
+
+        self._restart = restart
         with (
             traces.Trace(self._folder / "resources.csv", traces.RESOURCES) as self._resources,
             traces.Trace(self._folder / "events.csv", traces.EVENTS) as self._events,
@@ -291,7 +302,9 @@ class Launcher:
             if dead and self._halt_by is None:
                 self._fail(min(dead, key=lambda child: child.role != "server"))
             if self._ended is not None and not any(child.process.is_alive() for child in self._children):
+                self._note_missed_faults()
                 return
+            self._cause_faults()
             self._sample()
 
     def _listen(self, child: _Child) -> None:
@@ -347,6 +360,40 @@ class Launcher:
         raise RunFailedError(
             f"the {child.name} process {how}\n{_last_lines(self._folder / 'logs' / child.log)}".strip()
         )
+
+    def _cause_faults(self) -> None:
+        """Kill and restart workers as the profile says."""
+        while self._released_s is not None and self._ended is None and self._faults:
+            fault = self._faults[0]
+            if fault.at_s > self._now():
+                return
+            self._faults.pop(0)
+            if fault.kind == "kill":
+                self._kill(fault.worker)
+            elif fault.worker in self._killed:
+                self._killed.discard(fault.worker)
+                self._note_event(Happened(self._now(), "restart", "worker", fault.worker, "by the profile"))
+                self._restart(fault.worker)
+
+    def _kill(self, rank: int) -> None:
+        (child,) = [child for child in self._children if child.role == "worker" and child.rank == rank]
+        if child.process.exitcode == 0:
+            self._note_event(Happened(self._now(), "fault", "worker", rank, "was to be killed, but was done already"))
+            return
+        child.process.kill()
+        child.process.join()
+        child.pipe.close()
+        self._children.remove(child)
+        self._killed.add(rank)
+        self._note_event(Happened(self._now(), "fault", "worker", rank, "killed by the profile"))
+        for other in self._children:
+            if other.role == "server":
+                self._tell(other, Gone(rank))
+
+    def _note_missed_faults(self) -> None:
+        for fault in self._faults:
+            detail = f"{fault.kind} at {fault.at_s:g} s did not happen: the run ended first"
+            self._note_event(Happened(self._now(), "fault", "worker", fault.worker, detail))
 
     def _now(self) -> float:
         return time.monotonic() - self._released_s if self._released_s is not None else 0.0

@@ -68,6 +68,7 @@ def summary(ended: Ended, evals: list[Measured]) -> dict[str, float | int | None
         "steps_per_s": rate(ended.steps),
         "pushes": ended.pushes,
         "declined": ended.declined,
+        "overruns": ended.overruns,
         "mean_interval": ended.steps / ended.pushes if ended.pushes else None,
         "server_cpu_s": ended.server_cpu_s,
         "server_cpu_percent": rate(100 * ended.server_cpu_s),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import select
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +16,7 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
+from sapus_cli.cluster import Direction, ServerTime
 from sapus_cli.codec import (
     FLOAT32_BYTES,
     MAX_HEADER_BYTES,
@@ -28,6 +31,7 @@ from sapus_cli.codec import (
     Push,
     Refused,
     Snapshot,
+    State,
     Stop,
     Welcome,
     check_payload,
@@ -35,16 +39,18 @@ from sapus_cli.codec import (
     encode,
     raw,
 )
-from sapus_cli.drivers.control import Ended, Halt, Happened, Measured, Released, Status, WorkerStatus, hear, tell
+from sapus_cli.drivers.control import Ended, Gone, Halt, Happened, Measured, Released, Status, WorkerStatus, hear, tell
+from sapus_cli.drivers.delay import DelayLine
 from sapus_cli.errors import RemoteProtocolError, UserError
 from sapus_cli.protocol import Outgoing, PushRow, ServerCore
 from sapus_cli.strategy import STANDARD_INFO
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+    from sapus_cli.cluster import ClusterProfile
     from sapus_cli.strategy import AnyStrategy, Setting, Vec
     from sapus_cli.traces import Trace
 
@@ -102,13 +108,15 @@ class Server:
     """Drives a `ServerCore` over a ROUTER socket, in one thread.
 
     A push is received without a copy and added as it lies in the message; a reply is copied once, when it is handed
-    to the socket, which makes it a consistent snapshot.
+    to the socket, which makes it a consistent snapshot. Under a profile with a link, a message of a worker is held as
+    it came until the link would have delivered it, and so is a reply, which is copied then and not when it is sent.
 
     Args:
         socket: from `bind`.
         strategy: the run's strategy.
         x0: initial global state, shape `(d,)`.
         n_workers: workers to wait for.
+        profile: the cluster to emulate.
         setting: what the strategy may know of where it runs.
         fingerprint: layout that every worker's model must have.
         config: the run's configuration, JSON, for workers started by hand.
@@ -124,6 +132,7 @@ class Server:
         x0: Vec,
         *,
         n_workers: int,
+        profile: ClusterProfile,
         setting: Setting,
         fingerprint: str,
         config: bytes,
@@ -135,6 +144,14 @@ class Server:
         self._socket = socket
         self._elements = x0.numel()
         self._n_workers = n_workers
+        self._profile = profile
+        self._up = Direction(profile.link, profile.wire_scale)
+        self._down = Direction(profile.link, profile.wire_scale)
+        self._thread = ServerTime()
+        self._line = DelayLine()
+        self._due: float | None = None
+        self._overruns = 0
+        self._returning: set[int] = set()
         self._fingerprint = fingerprint
         self._config = config
         self._launcher = launcher
@@ -155,7 +172,9 @@ class Server:
 
     @property
     def now(self) -> float:
-        """Seconds since all workers were released; 0 before."""
+        """Seconds since all workers were released; 0 before. For what was held up, when it was due."""
+        if self._due is not None:
+            return self._due
         return time.monotonic() - self._released if self._released else 0.0
 
     def run(self) -> Ended:
@@ -164,17 +183,42 @@ class Server:
         Raises:
             EOFError: the launcher is gone.
         """
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._launcher.fileno(), zmq.POLLIN)
         while not self._over:
-            ready = dict(poller.poll(int(1000 * STATUS_EVERY_S)))
-            if self._launcher.fileno() in ready and isinstance(hear(self._launcher), Halt):
-                self._halt()
-            if self._socket in ready:
-                self._drain()
+            if self._wait():
+                self._hear()
+            self._drain()
+            self._deliver()
             self._tick()
         return self._ended()
+
+    def _wait(self) -> bool:
+        """Wait for a message, the launcher, or what is due next; returns whether the launcher spoke.
+
+        The socket's descriptor tells of a change only, so that its state has to be asked for first. The timeout of
+        zmq's own poller is in whole milliseconds, too coarse for a link.
+        """
+        timeout = STATUS_EVERY_S
+        if self._line.next_due is not None:
+            timeout = min(timeout, max(0.0, self._line.next_due - self.now))
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            timeout = 0.0
+        launcher = self._launcher.fileno()
+        ready, _, _ = select.select([self._socket.fileno(), launcher], [], [], timeout)
+        return launcher in ready
+
+    def _hear(self) -> None:
+        line = hear(self._launcher)
+        if isinstance(line, Halt):
+            self._halt()
+        elif isinstance(line, Gone) and not self._workers[line.rank].left:
+            self._bury(self._workers[line.rank])
+
+    def _deliver(self) -> None:
+        """Take what the link has delivered by now."""
+        while (held := self._line.take(self.now)) is not None:
+            self._due, call = held
+            call()
+            self._due = None
 
     def _drain(self) -> None:
         for _ in range(2 * self._n_workers):
@@ -191,15 +235,48 @@ class Server:
         try:
             message = decode_from_client(header.buffer)
             check_payload(message, self._elements, [len(frame) for frame in payload])
-            n_bytes = len(header) + sum(len(frame) for frame in payload)
-            if peer is not None:
-                peer.traffic.rx_bytes += n_bytes
-                peer.traffic.rx_frames += 1 + len(payload)
+        except RemoteProtocolError as error:
+            self._refuse(identity, peer, error)
+            return
+        n_bytes = len(header) + sum(len(frame) for frame in payload)
+        if peer is not None:
+            peer.traffic.rx_bytes += self._profile.scaled(n_bytes)
+            peer.traffic.rx_frames += 1 + len(payload)
+        take = partial(self._take, identity, peer, message, payload, n_bytes)
+        if self._shapes(peer):
+            self._line.put(self._up.deliver_at(self.now, n_bytes), partial(self._arrived, n_bytes, take))
+        else:
+            take()
+
+    def _shapes(self, peer: Peer | None) -> bool:
+        """Whether the link holds up what this client sends and gets: a worker does, and only in training."""
+        return self._profile.shapes and self._released > 0 and peer is not None and peer.role == "worker"
+
+    def _arrived(self, n_bytes: int, take: Callable[[], None]) -> None:
+        done = self._thread.done_at(self.now, self._unreal_s(n_bytes))
+        if done > self.now:
+            self._line.put(done, take)
+        else:
+            take()
+
+    def _unreal_s(self, n_bytes: int) -> float:
+        """Seconds that the bytes of a message would cost which `wire_scale` adds to it."""
+        return self._profile.server.byte_s * (self._profile.scaled(n_bytes) - n_bytes)
+
+    def _take(
+        self, identity: bytes, peer: Peer | None, message: FromClient, payload: Sequence[zmq.Frame], n_bytes: int
+    ) -> None:
+        if peer is not None and peer.left:
+            return  # what a dead worker had sent
+        try:
             self._handle(identity, peer, message, payload, n_bytes)
         except RemoteProtocolError as error:
-            who = f"{peer.role} {peer.rank}" if peer else "a stranger"
-            log.warning("refused a message of %s: %s", who, error)
-            self._send(identity, Refused(reason=str(error)[:1000]))
+            self._refuse(identity, peer, error)
+
+    def _refuse(self, identity: bytes, peer: Peer | None, error: RemoteProtocolError) -> None:
+        who = f"{peer.role} {peer.rank}" if peer else "a stranger"
+        log.warning("refused a message of %s: %s", who, error)
+        self._send(identity, Refused(reason=str(error)[:1000]))
 
     def _handle(
         self, identity: bytes, peer: Peer | None, message: FromClient, payload: Sequence[zmq.Frame], n_bytes: int
@@ -233,14 +310,18 @@ class Server:
         if hello.role == "evaluator" and any(peer.role == "evaluator" for peer in self._peers.values()):
             raise RemoteProtocolError("the evaluator is here already")
         if hello.role == "worker":
-            free = [r for r in range(self._n_workers) if r not in self._workers]
+            free = [r for r in range(self._n_workers) if r not in self._workers or r in self._returning]
             if not free:
                 raise RemoteProtocolError(f"all {self._n_workers} workers are here already")
             rank = free[0] if hello.rank < 0 else hello.rank
             if rank not in free:
                 raise RemoteProtocolError(f"rank {rank} is taken, or not below {self._n_workers}")
         peer = self._peers[identity] = Peer(identity, hello.role, rank)
-        peer.traffic.rx_bytes += n_bytes
+        if hello.role == "worker" and rank in self._workers:
+            before = self._workers[rank]
+            peer.traffic, peer.steps, peer.pushes = before.traffic, before.steps, before.pushes
+            del self._peers[before.identity]
+        peer.traffic.rx_bytes += self._profile.scaled(n_bytes)
         peer.traffic.rx_frames += 1
         if hello.role == "worker":
             self._workers[rank] = peer
@@ -252,6 +333,7 @@ class Server:
                 elements=self._elements,
                 fingerprint=self._fingerprint,
                 config=self._config,
+                steps=peer.steps,
             ),
         )
 
@@ -261,19 +343,26 @@ class Server:
                 "your model has another layout than the server's: use the same options and versions"
             )
         replies = self.core.join(peer.rank, self.now)
-        if self.core.started and not self._released:
+        self._returning.discard(peer.rank)
+        first = self.core.started and not self._released
+        if first:
             self._released = time.monotonic()
             self._released_cpu_s = time.process_time()
         self._answer(replies)
         self._tell_event("join", peer.rank)
-        if replies and self._released:
+        if first:
             tell(self._launcher, Released(self._released))
 
     def _push(self, peer: Peer, message: Push, frame: zmq.Frame, n_bytes: int) -> None:
         vector = torch.frombuffer(frame.buffer, dtype=torch.float32)
         declined, received = self.core.declined, self.core.received
         replies = self.core.push(
-            peer.rank, message, vector, self.now, n_bytes, time.process_time() - self._released_cpu_s
+            peer.rank,
+            message,
+            vector,
+            self.now,
+            self._profile.scaled(n_bytes),
+            time.process_time() - self._released_cpu_s,
         )
         if self.core.declined > declined:
             self._tell_event("declined", peer.rank, f"push {message.seq} is not finite")
@@ -287,13 +376,23 @@ class Server:
         self._answer(replies)
 
     def _leave(self, peer: Peer, message: Leave) -> None:
+        self._overruns += message.overruns
+        self._let_go(peer, message.reason)
+
+    def _bury(self, peer: Peer) -> None:
+        """Go on without a worker that is dead. What it had sent and the link still holds is lost with it."""
+        if any(f.kind == "restart" and f.worker == peer.rank and f.at_s > self.now for f in self._profile.faults):
+            self._returning.add(peer.rank)
+        self._let_go(peer, "dead")
+
+    def _let_go(self, peer: Peer, reason: str) -> None:
         replies, row = self.core.leave(peer.rank, self.now)
         peer.left = True
         if row is not None:
             self._write(row, 0)
         self._answer(replies)
-        self._tell_event("leave", peer.rank, message.reason)
-        if all(worker.left for worker in self._workers.values()) and self.core.started:
+        self._tell_event("leave", peer.rank, reason)
+        if all(worker.left for worker in self._workers.values()) and self.core.started and not self._returning:
             self._end()
 
     def _evaluated(self, message: Evaluated) -> None:
@@ -327,31 +426,53 @@ class Server:
 
     def _answer(self, replies: Sequence[Outgoing]) -> None:
         for reply in replies:
-            sent = self._send(self._workers[reply.worker].identity, reply.message, reply.vector)
+            sent = self._reply(self._workers[reply.worker], reply.message, reply.vector)
             if reply.row is not None:
                 self._write(reply.row, sent)
 
+    def _reply(self, peer: Peer, message: State | Declined, vector: Vec | None) -> int:
+        """Answer a worker, over the link; returns what it counts as there."""
+        if not self._shapes(peer):
+            return self._send(peer.identity, message, vector)
+        n_bytes = len(encode(message)) + (0 if vector is None else FLOAT32_BYTES * vector.numel())
+        handed_over = self._thread.done_at(self.now, self._unreal_s(n_bytes))
+        due = self._down.deliver_at(handed_over, n_bytes)
+        if isinstance(message, State):
+            message = msgspec.structs.replace(message, link_s=due - self.now)
+        snapshot = None if vector is None else vector.clone()
+        self._line.put(due, partial(self._pass_on, peer.identity, message, snapshot))
+        return self._count_sent(peer.identity, n_bytes, 1 if vector is None else 2)
+
     def _send(self, identity: bytes, message: FromServer, vector: Vec | None = None) -> int:
-        header = encode(message)
-        n_bytes, n_frames = len(header), 1
+        """Send a message, `vector` as it is now; returns what it counts as on the link."""
+        if not self._pass_on(identity, message, vector, copy=True):
+            return 0
+        n_bytes = len(encode(message)) + (0 if vector is None else FLOAT32_BYTES * vector.numel())
+        return self._count_sent(identity, n_bytes, 1 if vector is None else 2)
+
+    def _pass_on(self, identity: bytes, message: FromServer, vector: Vec | None, *, copy: bool = False) -> bool:
+        """Hand a message to the socket; returns whether its client is there. What is not copied must not change."""
         try:
             self._socket.send(identity, zmq.SNDMORE)
             if vector is None:
-                self._socket.send(header)
+                self._socket.send(encode(message))
             else:
-                self._socket.send(header, zmq.SNDMORE)
-                self._socket.send(raw(vector))
-                n_bytes, n_frames = n_bytes + FLOAT32_BYTES * vector.numel(), 2
+                self._socket.send(encode(message), zmq.SNDMORE)
+                self._socket.send(raw(vector), 0, copy=copy)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             log.warning("a client is gone, %s was not sent", type(message).__name__)
-            return 0
+            return False
+        return True
+
+    def _count_sent(self, identity: bytes, n_bytes: int, n_frames: int) -> int:
+        scaled = self._profile.scaled(n_bytes)
         peer = self._peers.get(identity)
         if peer is not None:
-            peer.traffic.tx_bytes += n_bytes
+            peer.traffic.tx_bytes += scaled
             peer.traffic.tx_frames += n_frames
-        return n_bytes
+        return scaled
 
     def _write(self, row: PushRow, bytes_out: int) -> None:
         self._trace.row(push_values(row, bytes_out, self._columns))
@@ -416,6 +537,7 @@ class Server:
             state_sha256=state_sha256(self.core.state.x),
             declined=self.core.declined,
             reached_s=self._reached_s,
+            overruns=self._overruns,
         )
 
 

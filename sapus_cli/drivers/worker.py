@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,9 +11,13 @@ from sapus_cli.errors import RemoteProtocolError
 from sapus_cli.protocol import Phase, WorkerCore
 
 if TYPE_CHECKING:
+    from sapus_cli.cluster import StepTimes
     from sapus_cli.codec import FromServer
     from sapus_cli.drivers.client import Client
     from sapus_cli.strategy import AnyStrategy, Vec
+
+
+log = logging.getLogger(__name__)
 
 
 class Steps(Protocol):
@@ -40,6 +45,7 @@ class Worker:
         n_params: elements of the state that are trainable parameters, its first ones.
         steps: local steps to take at most; None for no bound.
         seconds: seconds to train at most, from the release of all workers; None for no bound.
+        times: how long each step is to take; None: as long as it takes.
     """
 
     def __init__(
@@ -52,25 +58,34 @@ class Worker:
         n_params: int,
         steps: int | None,
         seconds: float | None,
+        times: StepTimes | None = None,
     ) -> None:
         self._client = client
         self._trainer = trainer
         self._fingerprint = fingerprint
         self._steps = steps
         self._seconds = seconds
+        self._times = times
+        self._overruns = 0
+        self._idle = True
+        self._step_ended = 0.0
         self._core = WorkerCore(strategy, trainer.vector, client.welcome.rank, n_params)
+        self._core.steps = client.welcome.steps
         self._released = 0.0
 
     def run(self) -> str:
         """Train. Returns why it ended: "done" or "halted"."""
         self._client.send(self._core.pull(self._fingerprint))
         reason = self._train()
-        self._client.send(Leave(reason=reason))
+        self._client.send(Leave(reason=reason, overruns=self._overruns))
         return reason
 
     def _train(self) -> str:
         core = self._core
+        if self._steps is not None and core.steps >= self._steps:
+            core.stop()  # the one whose place it takes was at its end
         while core.phase is not Phase.DONE:
+            self._idle = self._idle or core.phase is Phase.WAITING
             message = self._client.receive(core.incoming, None if core.phase is Phase.WAITING else 0)
             if message is not None:
                 if isinstance(message, Stop) and not message.flush:
@@ -81,14 +96,35 @@ class Worker:
         return "done"
 
     def _step(self) -> None:
-        begin = time.monotonic()
+        begin = time.monotonic() if self._idle or self._times is None else self._step_ended
         loss, n_samples = self._trainer.step()
-        now = time.monotonic()
+        now = self._pad(begin)
+        self._idle = False
         out_of_time = self._seconds is not None and now - self._released >= self._seconds
         last = out_of_time or self._core.steps + 1 == self._steps
         push = self._core.after_step(loss, n_samples, now - begin, now, last=last)
         if push is not None:
             self._client.send(push, self._core.outgoing)
+
+    def _pad(self, begin: float) -> float:
+        """Sleep until the step is over that began at `begin`; returns when that was to be, or now if it is later.
+
+        A step begins when the one before it was to end, so that what a sleep is late by, and the work between two
+        steps, does not add up.
+        """
+        if self._times is None:
+            return time.monotonic()
+        seconds = self._times.draw(self._core.steps)
+        end = self._released + self._times.finish(begin - self._released, seconds)
+        rest = end - time.monotonic()
+        if rest < 0:
+            self._overruns += 1
+            if self._overruns == 1:
+                log.warning("step %d took %.1f ms longer than its profile says", self._core.steps + 1, -1000 * rest)
+        else:
+            time.sleep(rest)
+        self._step_ended = end if rest >= 0 else time.monotonic()
+        return self._step_ended
 
     def _take(self, message: FromServer) -> None:
         now = time.monotonic()
@@ -101,7 +137,7 @@ class Worker:
         if not isinstance(message, State):
             raise RemoteProtocolError(f"a worker has no use for {message!r}")
         if not self._released:
-            self._released = now
+            self._released = now - message.t_s - message.link_s
         elif self._seconds is not None and now - self._released >= self._seconds:
             self._core.stop()
         if message.fresh:

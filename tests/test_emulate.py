@@ -1,0 +1,124 @@
+"""Real processes under a cluster profile: padded steps, the delay line, faults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import launch, sapus
+
+from sapus_cli.cluster import ClusterProfile, Fault, Link
+from sapus_cli.drivers.delay import DelayLine
+from sapus_cli.traces import read_run, read_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100)), max_size=30), st.integers(0, 6))
+def test_the_delay_line_gives_what_is_due_in_order(puts: list[tuple[int, int]], now: int) -> None:
+    line, seen = DelayLine(), []
+    for number, (due, _) in enumerate(puts):
+        line.put(due, lambda number=number: seen.append(number))  # type: ignore[misc]
+    times = []
+    while (held := line.take(now)) is not None:
+        times.append(held[0])
+        held[1]()
+    expected = sorted((due, number) for number, (due, _) in enumerate(puts) if due <= now)
+    assert (times, seen) == ([due for due, _ in expected], [number for _, number in expected])
+    later = [due for due, _ in puts if due > now]
+    assert line.next_due == (min(later) if later else None)
+
+
+@pytest.mark.slow
+def test_steps_take_what_the_profile_says(tmp_path: Path) -> None:
+    profile = ClusterProfile(step_s=0.06, slow={1: 2.0})
+    outcome = launch(tmp_path, strategy="local-sgd", params={"h": 5}, steps=20, cluster=profile)
+    pushes = read_trace(outcome.folder, "pushes")
+    for worker, step_s in ((0, 0.06), (1, 0.12)):
+        shown = pushes.filter(pl.col("worker") == worker)["step_s"].to_list()
+        # A step that is late on a busy machine is counted, and never shorter.
+        assert all(seconds >= step_s - 1e-9 for seconds in shown)
+        if outcome.record["summary"]["overruns"] == 0:
+            assert shown == pytest.approx([step_s] * 4, abs=1e-6)
+    assert outcome.record["summary"]["seconds"] >= 20 * 0.12
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_longer_than_the_profile_says_is_counted(tmp_path: Path) -> None:
+    outcome = launch(tmp_path, steps=10, cluster=ClusterProfile(step_s=1e-6))
+    assert outcome.record["summary"]["overruns"] == 20
+    log = (outcome.folder / "logs" / "worker-0.log").read_text()
+    assert log.count("longer than its profile says") == 1
+
+
+@pytest.mark.slow
+def test_messages_take_what_the_link_says(tmp_path: Path) -> None:
+    # One worker, so that nothing waits behind anything: exchange = both messages over the rate, and two latencies.
+    profile = ClusterProfile(step_s=0.02, link=Link(2e6, 0.015), wire_scale=3)
+    outcome = launch(tmp_path, strategy="local-sgd", params={"h": 2}, workers=1, steps=16, cluster=profile)
+    pushes = read_trace(outcome.folder, "pushes")
+    elements = outcome.record["model"]["elements"]
+    assert all(n > 3 * 4 * elements for n in pushes["bytes_in"])
+    expected = (pushes["bytes_in"][0] + pushes["bytes_out"][0]) / 2e6 + 2 * 0.015
+    shown = pushes["exchange_s"].to_list()[1:]
+    assert min(shown) >= expected - 1e-4
+    assert sorted(shown)[len(shown) // 2] == pytest.approx(expected, rel=0.1)
+    totals = outcome.record["totals"]
+    assert totals["rx_bytes"] >= pushes["bytes_in"].sum()
+
+
+@pytest.mark.slow
+def test_a_budget_in_seconds_counts_from_the_release_and_not_from_the_first_state(tmp_path: Path) -> None:
+    # The first states take 0.5 s and 1 s on the link.
+    elements = 4 * 4000
+    profile = ClusterProfile(step_s=0.05, link=Link(elements / 0.5))
+    outcome = launch(tmp_path, strategy="asp", dataset="null", model="null:4000", seconds=2.0, cluster=profile)
+    steps = read_trace(outcome.folder, "pushes").group_by("worker").agg(pl.col("n_steps").sum(), pl.col("t_s").max())
+    # No worker begins a step after 2 s; the last push may still be on its way then, behind that of the other.
+    assert steps["t_s"].max() <= 2.0 + 0.05 + 2 * 0.5 + 0.2  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["bsp", "local-sgd-async", "ssp", "sapus", "easgd"])
+def test_a_worker_that_is_killed_is_missed_and_comes_back(tmp_path: Path, strategy: str) -> None:
+    faults = (Fault("kill", 1, 0.7), Fault("restart", 1, 1.2))
+    profile = ClusterProfile(step_s=0.02, link=Link(1e7, 0.001), faults=faults)
+    outcome = launch(tmp_path, strategy=strategy, workers=3, steps=150, cluster=profile)
+    events = read_trace(outcome.folder, "events").filter(pl.col("rank") == 1)
+    assert events["kind"].to_list() == ["join", "fault", "leave", "restart", "join", "leave"]
+    pushes = read_trace(outcome.folder, "pushes").group_by("worker").agg(pl.col("n_steps").sum())
+    # What the worker had not pushed it does again, so that all steps of the budget arrive.
+    assert sorted(pushes.rows()) == [(0, 150), (1, 150), (2, 150)]
+    assert outcome.record["totals"]["steps"] == 450
+    seqs = read_trace(outcome.folder, "pushes").filter(pl.col("worker") == 1)["seq"].to_list()
+    assert seqs.count(1) == 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_for_good_leaves_the_rest_to_finish(tmp_path: Path) -> None:
+    profile = ClusterProfile(step_s=0.02, faults=(Fault("kill", 0, 0.5), Fault("kill", 1, 60.0)))
+    outcome = launch(tmp_path, strategy="bsp", steps=60, cluster=profile)
+    assert outcome.record["status"] == "finished"
+    assert outcome.record["totals"]["steps"] < 120
+    details = read_trace(outcome.folder, "events").filter(pl.col("kind") == "fault")["detail"].to_list()
+    assert details == ["killed by the profile", "kill at 60 s did not happen: the run ended first"]
+
+
+@pytest.mark.slow
+def test_faults_need_workers_of_our_own(tmp_path: Path) -> None:
+    done = sapus("server", "--fault", "kill:worker=0,at=1s", "--workers", "1", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "started by hand" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_run_takes_a_profile_and_says_so(tmp_path: Path) -> None:
+    line = "run -s bsp --workers 2 --model mlp --steps 5 --cluster 16x-lan --step-time 20ms --name r -q"
+    assert sapus(*line.split(), cwd=tmp_path).returncode == 0
+    cluster: dict[str, Any] = read_run(tmp_path / "results" / "r")["cluster"]
+    assert (cluster["name"], cluster["step_s"]) == ("16x-lan, changed", 0.02)
