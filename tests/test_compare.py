@@ -1,0 +1,301 @@
+"""`sapus compare` as its user meets it: formats, notes, errors, and real runs from end to end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from processes import sapus
+from runs import make_run
+
+from sapus_cli.analysis import METRICS
+from sapus_cli.cli import run_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SERVER = [(float(t), 5 + t / 10, 1_000_000 * t, 2_000_000 * t) for t in range(21)]
+
+
+def accuracy(per_s: float, end: int = 20) -> list[tuple[float, float]]:
+    return [(float(t), min(0.98, per_s * t)) for t in range(end + 1)]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Three seeds of bsp, of asp (twice as fast) and of local-sgd h=4 (one of them did not get there)."""
+    for seed in range(3):
+        more: dict[str, Any] = {"seed": seed, "server": SERVER, "staleness": [0, 1, 2]}
+        wobble = 1 + seed / 10
+        summary = {"server_cpu_percent": 10 * wobble, "gbit_per_s_in": 0.2, "gbit_per_s_out": 0.4, "mean_interval": 1.0}
+        make_run(tmp_path / f"bsp{seed}", "bsp", evals=accuracy(0.1 * wobble), summary=summary, **more)
+        make_run(tmp_path / f"asp{seed}", "asp", evals=accuracy(0.2 * wobble), summary=summary, **more)
+        slow = accuracy(0.05 if seed < 2 else 0.03)
+        given: dict[str, Any] = {"config": {"params": {"h": "4"}}, "hyper_parameters": {"h": 4}}
+        make_run(tmp_path / f"local{seed}", "local-sgd", evals=slow, summary=summary, **given, **more)
+    return tmp_path
+
+
+def out(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run_line(["compare", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of a refusal."""
+    assert run_line(["compare", *words]) == 2
+    text, error = capsys.readouterr()
+    assert text == ""
+    assert error.count("\n") == 1
+    return error.removeprefix("sapus: ").strip()
+
+
+# --- output
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("metrics", [None, "all"])
+def test_the_table_fits_the_terminal(
+    results: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    metrics: str | None,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = out(capsys, str(results), "--target", "70%", *(["--metrics", metrics] if metrics else []))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    headings = text.count("strategy  ")
+    assert text.count("\nlocal-sgd h=4  ") == headings, "one line a group in each part of the table"
+    # bsp reaches 0.7 after 7 s, 7 / 1.1 s and 7 / 1.2 s: 6.40 s on average; asp after half of that.
+    assert re.search(r"^asp +3\.20 +2\.00 ", text, re.MULTILINE)
+    assert re.search(r"^bsp +6\.40 +1\.00 ", text, re.MULTILINE)
+    assert re.search(r"^local-sgd h=4 +> \d", text, re.MULTILINE)
+    assert text.index("asp") < text.index("bsp") < text.index("local-sgd")
+    assert "target 70 %: as asked" in text
+    assert "baseline: bsp" in text
+    assert "seeds a group: 3" in text
+    assert "local-sgd h=4: did not reach the target with seed 2 (> 20 s); > and < are bounds" in " ".join(text.split())
+
+
+def test_the_default_target_is_stated(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # local-sgd reaches 0.03 * 20 with seed 2.
+    text = " ".join(out(capsys, str(results)).split())
+    assert (
+        "target 60 %: the most, in steps of half a point, that every run reached; set by local-sgd h=4 seed 2" in text
+    )
+
+
+def test_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, str(results), "--target", "0.7", "--format", "csv")
+    rows = {row["group"]: row for row in csv.DictReader(io.StringIO(text))}
+    assert list(rows) == ["asp", "bsp", "local-sgd h=4"]
+    assert float(rows["asp"]["speedup"]) == pytest.approx(2)
+    assert float(rows["asp"]["speedup_low"]) == pytest.approx(2)
+    assert (rows["local-sgd h=4"]["time_s_bound"], rows["local-sgd h=4"]["time_s_low"]) == (">", "")
+    assert {metric.key for metric in METRICS.values()} <= set(rows["bsp"]), "all metrics"
+    assert (rows["bsp"]["seeds"], rows["bsp"]["finished"], rows["bsp"]["target"]) == ("3", "3", "0.7")
+    assert float(rows["bsp"]["gbit_per_s"]) == 0.4, "the busier direction"
+
+
+def test_json(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(out(capsys, str(results), "--target", "70 %", "--format", "json", "--baseline", "asp"))
+    assert (document["target"], document["baseline"], document["warnings"]) == (0.7, "asp", [])
+    groups = {group["label"]: group for group in document["groups"]}
+    assert groups["local-sgd h=4"]["hyper_parameters"] == {"h": 4}
+    assert groups["bsp"]["seeds"] == [0, 1, 2]
+    assert groups["bsp"]["metrics"]["speedup"]["value"] == pytest.approx(0.5)
+    late = groups["local-sgd h=4"]["metrics"]["time_s"]
+    assert (late["bound"], late["low"], late["n"]) == (">", None, 3)
+    # 3 MB a second, both ways, and asp takes 3.20 s.
+    assert groups["asp"]["metrics"]["bytes_to_target"]["value"] == pytest.approx(
+        3e6 * (3.5 + 3.5 / 1.1 + 3.5 / 1.2) / 3
+    )
+
+
+def test_markdown(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--target", "0.7", "--format", "markdown", "--metrics", "time,seeds"]
+    lines = out(capsys, str(results), *words).splitlines()
+    assert lines[:2] == ["| strategy | time to target s | seeds |", "| --- | ---: | ---: |"]
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 5
+    assert {row.count("|") for row in rows} == {4}
+    assert re.fullmatch(r"\| asp \| 3\.20 \\\[[23]\.\d+, 3\.\d+\\\] \| 3 \|", rows[2])
+    assert re.fullmatch(r"\| local-sgd h=4 \| \\> [\d.]+ \| 3 \|", rows[4])
+
+
+def test_latex(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--target", "0.7", "--format", "latex", "--metrics", "time,cpu-reduction"]
+    lines = [line for line in out(capsys, str(results), *words).splitlines() if not line.startswith("%")]
+    assert lines[:2] == [r"\begin{tabular}{lrr}", r"\toprule"]
+    assert lines[-2:] == [r"\bottomrule", r"\end{tabular}"]
+    assert lines[2] == r"strategy & time to target s & server CPU saved \% \\"
+    rows = lines[4:-2]
+    assert all(re.fullmatch(r"[^&%_#]+&[^&%_#]+&[^&%_#]+ \\\\", row) for row in rows), rows
+    assert rows[2].startswith("local-sgd h=4 & $>$ ")
+
+
+@pytest.mark.parametrize(
+    ("metric", "first"), [("time", "asp"), ("speedup", "asp"), ("bytes", "asp"), ("accuracy", "asp"), ("seeds", "asp")]
+)
+def test_the_best_comes_first(results: Path, capsys: pytest.CaptureFixture[str], metric: str, first: str) -> None:
+    words = ["--target", "0.7", "--format", "csv", "--sort", metric, "--metrics", "time"]
+    rows = list(csv.DictReader(io.StringIO(out(capsys, str(results), *words))))
+    assert rows[0]["group"] == first
+    assert "speedup" not in rows[0]
+
+
+# --- notes
+
+
+def test_few_seeds_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        make_run(tmp_path / f"a{seed}", "bsp", seed)
+    make_run(tmp_path / "b", "asp")
+    text = out(capsys, str(tmp_path))
+    assert "n=1, no interval: asp" in text
+    assert "n=2, no interval: bsp" in text
+    assert "asp: ratios to bsp over the seeds that both have: 0" in text
+
+
+def test_unfinished_runs_and_repeats_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "a", "bsp", status="running", evals=[(0, 0), (4, 0.5)])
+    make_run(tmp_path / "b", "asp", started_at="2026-01-01T00:00:00.000+00:00")
+    make_run(tmp_path / "c", "asp", started_at="2026-01-01T00:00:01.000+00:00")
+    text = " ".join(out(capsys, str(tmp_path)).split())
+    assert "bsp * " in text
+    assert "* not finished, used up to its last row: a (running)" in text
+    assert "asp: of several runs of a seed the newest is used, so not b" in text
+
+
+def test_without_bsp_there_is_no_ratio_but_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "a", "asp")
+    make_run(tmp_path / "b", "ssp", 1)
+    text = " ".join(out(capsys, str(tmp_path)).split())
+    assert "no group of the strategy bsp, so no speed-up and no reduction; choose another with --baseline" in text
+    text = " ".join(out(capsys, str(tmp_path), "--baseline", "asp").split())
+    assert "ssp: no seed in common with asp, so no speed-up and no reduction" in text
+
+
+def test_differences_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "a", "bsp")
+    make_run(tmp_path / "b", "asp", config={"lr": 0.5})
+    assert "warning: lr differs: 0.1 (bsp), 0.5 (asp)" in out(capsys, str(tmp_path)).replace(
+        "0.5 (asp), 0.1 (bsp)", "0.1 (bsp), 0.5 (asp)"
+    )
+
+
+# --- errors
+
+
+def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys) == "there is no folder results here; name the runs to compare, or make some with: sapus run"
+    (tmp_path / "results").mkdir()
+    assert refused(capsys).startswith("results: there is no run in it")
+    assert refused(capsys, "nowhere").startswith("nowhere: there is no such folder")
+
+
+def test_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        make_run(tmp_path / f"a{seed}", "bsp", seed)
+    line = refused(capsys, str(tmp_path))
+    assert line == (
+        "there is one group only, bsp (2 seeds), so nothing to compare; "
+        f"look at one run with: sapus show {tmp_path / 'a1'}"
+    )
+
+
+def test_a_newer_schema(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = results / "asp1" / "run.json"
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 9'))
+    assert refused(capsys, str(results)).startswith(f"{path}: has schema version 9")
+
+
+def test_a_damaged_trace(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = results / "asp1" / "evals.csv"
+    path.write_text(path.read_text().replace("\n5.0,", "\nfive,"))
+    assert refused(capsys, str(results)) == f"{path}: row 6 (line 7) holds 'five' in column 't_s', which is no Float64"
+
+
+def test_a_target_that_nobody_reached(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, str(results), "--target", "0.99")
+    assert line == "--target 0.99: no run reached 99.00%; best: asp 98.00%, bsp 98.00%, local-sgd h=4 98.00%"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--target", "95"], "--target 95: must lie above 0 and at most at 1, or 100%; did you mean 95%?"),
+        (["--target", "0"], "--target 0: must lie above 0 and at most at 1, or 100%"),
+        (["--target", "nan"], "--target nan: must lie above 0 and at most at 1, or 100%"),
+        (["--target", "most"], "--target most: must be an accuracy, as in 0.95 or 95%"),
+        (["--baseline", "ssp"], "--baseline ssp: there is no such group; there are: asp, bsp, local-sgd h=4"),
+        (["--metrics", "time,cpuu"], "unknown metric in --metrics 'cpuu'; did you mean cpu?"),
+        (["--sort", "tme"], "unknown metric in --sort 'tme'; did you mean time or bytes?"),
+        (["--format", "xml"], "Invalid value for '--format'"),
+    ],
+)
+def test_wrong_options(results: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+    assert refused(capsys, str(results), *words).startswith(line)
+
+
+@pytest.mark.parametrize("change", ["clock", "data", "model"])
+def test_what_cannot_be_compared_is_refused_but_for_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    all_changes: dict[str, dict[str, Any]] = {
+        "clock": {"clock": "virtual"},
+        "data": {"data": {"sha256": "ef" * 32}, "config": {"dataset": "mnist5k"}},
+        "model": {"model": {"fingerprint": "ef" * 32}, "config": {"model": "cnn"}},
+    }
+    make_run(tmp_path / "a", "bsp")
+    make_run(tmp_path / "b", "asp", **all_changes[change])
+    line = refused(capsys, str(tmp_path))
+    assert line.startswith("the runs cannot be compared: ")
+    assert line.endswith("; choose runs that agree, or give --force")
+    assert "warning: " in out(capsys, str(tmp_path), "--force")
+
+
+# --- from end to end
+
+
+def test_it_imports_no_torch(results: Path) -> None:
+    code = (
+        "import sys; from sapus_cli.cli import run_line; code = run_line(['compare', *sys.argv[1:]]);"
+        "print(*(m for m in ('torch', 'sklearn', 'matplotlib', 'zmq') if m in sys.modules), file=sys.stderr);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(results)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+@pytest.mark.slow
+def test_simulated_runs_are_compared(tmp_path: Path) -> None:
+    common = ["--model", "mlp", "--steps", "40", "--workers", "4", "--step-time", "50ms", "--link", "10mbit,1ms", "-q"]
+    for strategy in (["bsp"], ["local-sgd", "--param", "h=4"]):
+        for seed in ("0", "1"):
+            done = sapus("simulate", "-s", *strategy, "--seed", seed, *common, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+    done = sapus("compare", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    bsp, local = sorted(document["groups"], key=lambda group: str(group["label"]))
+    assert (bsp["label"], local["label"]) == ("bsp", "local-sgd h=4")
+    assert document["warnings"] == []
+    assert local["metrics"]["mean_interval_steps"]["value"] == pytest.approx(4)
+    assert bsp["metrics"]["mean_interval_steps"]["value"] == pytest.approx(1)
+    # On a slow link a quarter of the pushes is faster, and loads server and link less.
+    assert local["metrics"]["speedup"]["value"] > 1
+    assert local["metrics"]["server_cpu_reduction_percent"]["value"] > 0
+    shown = sapus("compare", "results/*local*", "results/*bsp*", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "n=2, no interval: " in shown.stdout
