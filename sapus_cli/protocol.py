@@ -86,12 +86,27 @@ class WorkerCore:
     `local` is stepped in place by the caller between calls; `incoming` is the host buffer that the vector of a state
     message is received into; a push is sent from `outgoing`, which must not be touched until its reply has arrived.
 
+    Args:
+        strategy: the run's strategy.
+        local: the local state, shape `(d,)`.
+        worker: rank of the worker.
+        n_params: elements of the state that are trainable parameters, its first ones; None: all.
+        outgoing: a buffer on the host, shape `(d,)`, that several workers may share if each push is copied out of it
+            before the next call of any of them; None: one of its own.
+
     Attributes:
         phase: WAITING means that no step may be taken until a state arrives; DONE that it is time to leave.
         steps: local steps taken in the whole run.
     """
 
-    def __init__(self, strategy: AnyStrategy, local: Vec, worker: int, n_params: int | None = None) -> None:
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        local: Vec,
+        worker: int,
+        n_params: int | None = None,
+        outgoing: Vec | None = None,
+    ) -> None:
         self.phase = Phase.NEW
         self.steps = 0
         self.worker = worker
@@ -99,7 +114,7 @@ class WorkerCore:
         self.pulled = torch.empty_like(local)
         on_host = local.device.type == "cpu"
         self.incoming = self.pulled if on_host else torch.empty_like(local, device="cpu").pin_memory()
-        self.outgoing = torch.empty_like(self.incoming)
+        self.outgoing = torch.empty_like(self.incoming) if outgoing is None else outgoing
         self._update = self.outgoing if on_host else torch.empty_like(local)
         self._at_push: Vec | None = None
         self._strategy = strategy

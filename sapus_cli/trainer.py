@@ -11,6 +11,7 @@ import copy
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from sapus_cli.workloads.data import DataSet
 
 OPTIMIZERS = ("sgd", "adamw")
+NULL_LOSS = 1.0
+"""Of every step and evaluation of the data set `null`."""
 
 
 def usable_device(name: torch.device | str) -> torch.device:
@@ -56,6 +59,7 @@ class FlatModel:
             statistics of BatchNorm). Integer buffers, and those that a module does not save, stay outside.
         grad: `(n_params,)`, the gradients of the trainable parameters; each parameter's `grad` is a view into it.
         n_params: number of trainable parameters; the first elements of `vector`.
+        outside: the buffers that are not in `vector`.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
@@ -78,6 +82,8 @@ class FlatModel:
             if at < self.n_params:
                 tensor.grad = self.grad[at : at + tensor.numel()].view(tensor.shape)
             at += tensor.numel()
+        inside = {name for name, _ in state}
+        self.outside = [buffer for name, buffer in self.module.named_buffers() if name not in inside]
 
     @property
     def fingerprint(self) -> str:
@@ -153,7 +159,7 @@ class _Batches:
 
 
 class Trainer:
-    """One worker's training: a copy of a model, a shard of the data, a local optimizer.
+    """One worker's training: a local state, a shard of the data, a local optimizer.
 
     The order of samples depends on seed, worker and the number of the step alone. The worker goes through its shard
     in passes, each in a new random order; batches are always full, so what a pass leaves over that fills no batch is
@@ -161,14 +167,14 @@ class Trainer:
 
     Attributes:
         vector: the local state `(d,)`, float32; `step` changes it, and so may the caller between steps.
-        flat: the model behind it.
+        flat: the model behind it, its own or a shared one.
         steps: number of steps taken.
         batch_size: samples in each minibatch: what was asked for, or the size of a smaller shard.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | FlatModel,
         data: DataSet,
         indices: torch.Tensor,
         batch_size: int,
@@ -180,7 +186,8 @@ class Trainer:
         """Set up at step 0.
 
         Args:
-            model: is copied, not changed.
+            model: a module is copied, not changed. A `FlatModel` is shared: any number of trainers that step in turns
+                compute on it, each with a state of its own that begins as the model's; `device` must be its device.
             data: the whole data set.
             indices: this worker's samples, `(n,)` int64 into `data.train_x`.
             batch_size: samples in a minibatch.
@@ -197,9 +204,11 @@ class Trainer:
             raise UserError(f"batch size {batch_size}: must be at least 1")
         if len(indices) == 0:
             raise UserError(f"worker {worker} has no training samples; give fewer workers")
-        self.flat = FlatModel(copy.deepcopy(model), device)
+        self._is_shared = isinstance(model, FlatModel)
+        self.flat = model if isinstance(model, FlatModel) else FlatModel(copy.deepcopy(model), device)
         self.flat.module.train()
-        self.vector = self.flat.vector
+        self.vector = self.flat.vector.clone() if self._is_shared else self.flat.vector
+        self._outside = [buffer.clone() if self._is_shared else buffer for buffer in self.flat.outside]
         self.steps = 0
         self.batch_size = min(batch_size, len(indices))
         self._data, self._indices = data, indices.cpu()
@@ -240,13 +249,13 @@ class Trainer:
         Raises:
             UserError: the model cannot be trained on batches of this size.
         """
-        state = copy.deepcopy([self.vector, *self.flat.module.buffers()])
+        state = copy.deepcopy([self.vector, *self._outside])
         try:
             self._compute_gradient(self._indices[: self.batch_size], 0)
         except ValueError as error:  # BatchNorm, if a channel has a single value
             raise UserError(f"batch size {self.batch_size}: the model cannot be trained on it ({error})") from None
         self._spec.make(self._parameter).step()
-        for tensor, before in zip([self.vector, *self.flat.module.buffers()], state, strict=True):
+        for tensor, before in zip([self.vector, *self._outside], state, strict=True):
             tensor.copy_(before)
         self.flat.grad.zero_()
 
@@ -264,10 +273,25 @@ class Trainer:
         """Leave the gradient of these samples in `flat.grad`; returns their mean loss, a scalar."""
         x, y = self._batches(self._data.train_x[indices], self._data.train_y[indices])
         self.flat.grad.zero_()
-        with self._own_noise(step):
+        with self._own_state(), self._own_noise(step):
             loss = _loss(self.flat.module(x), y, "mean")
-        loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    @contextlib.contextmanager
+    def _own_state(self) -> Iterator[None]:
+        """Have this worker's state in the model, and take back what a pass changes beside the gradient."""
+        if not self._is_shared:
+            yield
+            return
+        self.flat.vector.copy_(self.vector)
+        for theirs, own in zip(self.flat.outside, self._outside, strict=True):
+            theirs.copy_(own)
+        yield
+        n = self.flat.n_params
+        self.vector[n:].copy_(self.flat.vector[n:])
+        for theirs, own in zip(self.flat.outside, self._outside, strict=True):
+            own.copy_(theirs)
 
     @contextlib.contextmanager
     def _own_noise(self, step: int) -> Iterator[None]:
@@ -278,6 +302,23 @@ class Trainer:
             yield
         finally:
             self._generator.set_state(before)
+
+
+class NullTrainer(Trainer):
+    """Training without arithmetic, to measure everything else: a step adds 1 to the first element of the state."""
+
+    @cached_property
+    def _first(self) -> torch.Tensor:
+        return self.vector[:1]
+
+    def step(self) -> tuple[float, int]:
+        """Take one step. The loss is always the same."""
+        self._first.add_(1.0)
+        self.steps += 1
+        return NULL_LOSS, self.batch_size
+
+    def warm_up(self) -> None:
+        """Nothing: there is nothing to set up."""
 
 
 class Evaluator:
@@ -302,6 +343,7 @@ class Evaluator:
         self._data = data
         self._batches = _Batches(data, self._flat.vector.device)
         self._batch_size = batch_size
+        self._result: tuple[float, float] | None = None
 
     @torch.no_grad()
     def evaluate(self, vector: torch.Tensor) -> tuple[float, float]:
@@ -318,7 +360,13 @@ class Evaluator:
         """
         if vector.shape != self._flat.vector.shape:
             raise ValueError(f"state of shape {tuple(vector.shape)} for a model of {tuple(self._flat.vector.shape)}")
-        self._flat.vector.copy_(vector)
+        # Of a state that has not moved a bit, everything is known.
+        if self._result is None or not torch.equal(vector.view(torch.int32), self._flat.vector.view(torch.int32)):
+            self._flat.vector.copy_(vector)
+            self._result = self._evaluate()
+        return self._result
+
+    def _evaluate(self) -> tuple[float, float]:
         loss, correct = 0.0, 0
         test = (torch.split(part, self._batch_size) for part in (self._data.test_x, self._data.test_y))
         for x, y in (self._batches(*part) for part in zip(*test, strict=True)):
@@ -327,6 +375,24 @@ class Evaluator:
             correct += int((logits.argmax(-1) == y).sum())
         n = self._data.test_y.numel()
         return loss / n, correct / n
+
+
+class NullEvaluator(Evaluator):
+    """Measures nothing: loss and accuracy are always the same."""
+
+    def evaluate(self, vector: torch.Tensor) -> tuple[float, float]:  # noqa: ARG002 - it is not looked at
+        """The same loss, and an accuracy of 0, whatever the state."""
+        return NULL_LOSS, 0.0
+
+
+def trainer_of(data: DataSet) -> type[Trainer]:
+    """What trains on a data set."""
+    return NullTrainer if data.kind == "null" else Trainer
+
+
+def evaluator_of(data: DataSet) -> type[Evaluator]:
+    """What measures states on a data set."""
+    return NullEvaluator if data.kind == "null" else Evaluator
 
 
 def _loss(logits: torch.Tensor, y: torch.Tensor, reduction: str) -> torch.Tensor:

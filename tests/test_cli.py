@@ -23,14 +23,17 @@ RUN_OPTIONS = (
     *("--dataset", "--model", "--data-dir", "--download", "--partition"),
     *("--batch-size", "--optimizer", "--lr", "--momentum", "--weight-decay", "--device", "--threads"),
     *("--epochs", "--steps", "--seconds", "--target-accuracy", "--eval-every"),
-    *("--cluster", "--step-time", "--link", "--slow", "--pause", "--wire-scale"),
+    *("--cluster", "--step-time", "--link", "--slow", "--pause", "--fault", "--wire-scale"),
 )
 COMMANDS = {
     "run": [*RUN_OPTIONS, "--port"],
-    "simulate": [*RUN_OPTIONS],
+    "simulate": [*RUN_OPTIONS, "--seeds", "--jobs"],
     "server": [*RUN_OPTIONS, "--bind"],
     "worker": ["--connect", "--rank", "--data-dir", "--threads"],
     "show": ["--json"],
+    "compare": ["--target", "--baseline", "--metrics", "--sort", "--format", "--force"],
+    "plot": ["--x", "--target", "--baseline", "--output", "--format", "--theme", "--width", "--window", "--show"],
+    "report": ["--target", "--baseline", "--output"],
     "strategies": ["--format"],
 }
 

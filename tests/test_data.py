@@ -72,6 +72,13 @@ def test_every_image_model_goes_with_images_and_not_with_text(model: str) -> Non
         ("digits", "resnet2", "unknown model 'resnet2'; did you mean resnet20"),
         ("digits", "torchvision:", "unknown model 'torchvision:'"),
         ("digits", "gpt", "'gpt' takes text.*give mlp, cnn"),
+        ("null", "null", "'null' must have the form null:ELEMENTS"),
+        ("null", "null:", "'null:' must have the form"),
+        ("null", "null:1e6", "'null:1e6' must have the form"),
+        ("null", "null:0", "whole number from 1 to 1000000000"),
+        ("null", "null:1000000001", "whole number from 1 to 1000000000"),
+        ("null", "mlp", "'mlp': null:ELEMENTS goes with the data set null"),
+        ("digits", "null:10", "'null:10': null:ELEMENTS goes with the data set null"),
     ],
 )
 def test_a_wrong_name_is_refused_with_what_would_be_right(dataset: str, model: str, message: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import polars as pl
 import pytest
 from processes import launch, sapus
+from safetensors.torch import load_file
 
 from sapus_cli.cluster import ClusterProfile, Link, ServerCost
 from sapus_cli.config import RunConfig
@@ -17,9 +19,12 @@ from sapus_cli.drivers.roles import setting
 from sapus_cli.drivers.simulate import Simulation
 from sapus_cli.errors import RunFailedError, UserError
 from sapus_cli.traces import read_run, read_trace
+from strategies import REGISTRY
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from sapus_cli.drivers.pool import Progress
 
 FREE_SERVER = ServerCost(message_s=0.0, byte_s=0.0)
 
@@ -28,7 +33,7 @@ def simulate(results: Path, profile: ClusterProfile, **fields: Any) -> Path:
     asked: dict[str, Any] = {"strategy": "bsp", "workers": 2, "model": "mlp", "eval_every_s": 1.0} | fields
     if not {"epochs", "steps", "seconds"} & set(asked):
         asked["steps"] = 6
-    folder, _ = Simulation(RunConfig(**asked, cluster=profile), results, None, lambda *_: None).run()
+    folder, _ = Simulation(RunConfig(**asked, cluster=profile), results, None, lambda _: None).run()
     return folder
 
 
@@ -150,7 +155,7 @@ def test_the_command(tmp_path: Path) -> None:
     summary = json.loads(done.stdout)
     assert summary["clock"] == "virtual"
     profile = read_run(tmp_path / summary["run"])["cluster"]
-    assert (profile["name"], profile["slow"], profile["step_s"]) == ("8xgpu-1g", {"1": 2.0}, 0.05)
+    assert (profile["name"], profile["slow"], profile["step_s"]) == ("8xgpu-1g, changed", {"1": 2.0}, 0.05)
     assert msgspec.convert(profile, ClusterProfile, strict=False).link == Link(1.25e8, 0.1e-3)
     shown = sapus("show", summary["run"], cwd=tmp_path)
     assert "virtual time" in shown.stdout
@@ -177,3 +182,55 @@ def test_a_strategy_is_told_the_rate_of_the_link_and_not_the_memory_of_this_mach
 )
 def test_a_strategy_is_told_the_momentum_of_the_local_optimizer(fields: dict[str, Any], momentum: float) -> None:
     assert setting(RunConfig(strategy="sapus", steps=1, **fields)).momentum == momentum
+
+
+def test_the_null_workload_in_both_drivers(tmp_path: Path) -> None:
+    # Each step adds 1 to the first element, and nothing to the others.
+    fields = {"strategy": "local-sgd", "params": {"h": 4}, "dataset": "null", "model": "null:5", "steps": 12}
+    real = launch(tmp_path / "real", **fields)
+    folder = simulate(tmp_path / "virtual", ClusterProfile(step_s=0.05), **fields)
+    assert read_run(folder)["state_sha256"] == real.record["state_sha256"]
+    for where in (folder, real.folder):
+        assert load_file(where / "checkpoint/state.safetensors")["x"].tolist() == [12, 0, 0, 0, 0]
+        assert set(read_trace(where, "evals").select("loss", "accuracy").iter_rows()) == {(1.0, 0.0)}
+        assert set(read_trace(where, "pushes")["loss"]) == {1.0}
+
+
+@pytest.mark.parametrize("strategy", REGISTRY)
+def test_the_null_workload_suits_every_strategy(tmp_path: Path, strategy: str) -> None:
+    profile = ClusterProfile(step_s=0.05, variation=0.2, link=Link(1e8, 0.001))
+    fields = {"strategy": strategy, "dataset": "null", "model": "null:70", "workers": 3, "steps": 30}
+    one, other = (simulate(tmp_path, profile, **fields) for _ in range(2))
+    record = read_run(one)
+    assert (record["status"], record["totals"]["steps"], record["totals"]["declined"]) == ("finished", 90, 0)
+    assert (one / "pushes.csv").read_bytes() == (other / "pushes.csv").read_bytes()
+    assert record["state_sha256"] == read_run(other)["state_sha256"]
+
+
+def test_a_batch_too_small_for_the_model_creates_nothing(tmp_path: Path) -> None:
+    fields = {"dataset": "fake:1x1x1:2", "model": "resnet20", "batch_size": 1}
+    with pytest.raises(UserError, match="batch size 1: the model cannot be trained on it"):
+        simulate(tmp_path, ClusterProfile(step_s=0.05), **fields)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_told_by_the_clock_of_the_real_world(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    config = RunConfig(
+        strategy="asp", workers=2, model="cnn", steps=400, eval_every_s=1e6, cluster=ClusterProfile(step_s=0.05)
+    )
+    Simulation(config, tmp_path, None, told.append).run()
+    assert 2 <= len(told) < 400
+    assert [progress.t_s for progress in told] == sorted(progress.t_s for progress in told)
+    assert all(0 <= progress.fraction <= 1 for progress in told)
+    assert told[-1].fraction > 0
+    assert told[-1].accuracy is not None
+
+
+def test_on_no_terminal_progress_is_a_line_now_and_then(tmp_path: Path) -> None:
+    line = ("simulate", "-s", "asp", "--cluster", "8xgpu-1g", "-w", "2", "--steps", "20")
+    lines = sapus(*line, cwd=tmp_path).stderr.splitlines()
+    assert lines
+    assert all(re.fullmatch(r" +\d+\.\d s +\d+ %  virtual \d+\.\d s  accuracy \d+\.\d %", text) for text in lines)
+    for option in ("--quiet", "--json"):
+        assert sapus(*line, option, cwd=tmp_path).stderr == ""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from sapus_cli.errors import UserError
-from sapus_cli.trainer import Evaluator, FlatModel, OptimizerSpec, Trainer, usable_device
+from sapus_cli.trainer import Evaluator, FlatModel, OptimizerSpec, Trainer, evaluator_of, trainer_of, usable_device
 from sapus_cli.workloads.data import DataSet, load, make_dataset, prepare
 from sapus_cli.workloads.models import build_model
 
@@ -313,6 +313,47 @@ def test_the_order_depends_on_seed_and_worker_alone(digits: DataSet) -> None:
     assert first_pass[: len(second_pass)] != second_pass
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [OptimizerSpec("sgd", 0.05, momentum=0.9), OptimizerSpec("adamw", 0.001)],
+    ids=["momentum", "adamw"],
+)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet20", "noisy"])
+def test_trainers_on_one_model_step_in_turns_as_each_would_alone(
+    digits: DataSet, name: str, spec: OptimizerSpec
+) -> None:
+    def model() -> nn.Module:
+        return _noisy() if name == "noisy" else build_model(name, digits, 0)
+
+    alone = [_trainer(model(), digits, spec, worker=rank) for rank in range(3)]
+    flat = FlatModel(model())
+    shard = torch.arange(len(digits.train_x))
+    shared = [Trainer(flat, digits, shard, 32, spec, 0, rank) for rank in range(3)]
+    shared[2].warm_up()
+    for turn in (0, 1, 1, 2, 0, 2, 1, 0, 2):
+        assert shared[turn].step() == alone[turn].step()
+        for one, other in zip(shared, alone, strict=True):
+            assert torch.equal(one.vector, other.vector)
+    shared[1].vector.copy_(shared[0].vector)
+    alone[1].vector.copy_(alone[0].vector)
+    shared[1].forget()
+    alone[1].forget()
+    assert shared[1].step() == alone[1].step()
+    assert torch.equal(shared[1].vector, alone[1].vector)
+    for one, other in zip(shared, alone, strict=True):
+        assert len(one._outside) == len(other._outside)
+        assert all(torch.equal(a, b) for a, b in zip(one._outside, other._outside, strict=True))
+
+
+def test_a_step_of_nothing_adds_1_to_the_first_element() -> None:
+    data = load(prepare("null", None, download=False))
+    model = build_model("null:3", data, 0)
+    trainer = trainer_of(data)(model, data, torch.arange(20), 32, SGD, 0, 0)
+    assert trainer.step() == (1.0, 20)
+    assert trainer.vector.tolist() == [1, 0, 0]
+    assert evaluator_of(data)(model, data).evaluate(trainer.vector) == (1.0, 0.0)
+
+
 def test_a_shard_or_a_batch_of_nothing_is_refused(toy: DataSet) -> None:
     model = _linear([[0.0, 0.0], [0.0, 0.0]])
     with pytest.raises(UserError, match="worker 3 has no training samples"):
@@ -362,6 +403,21 @@ def test_evaluation_uses_the_statistics_in_the_vector(digits: DataSet) -> None:
     shifted = trainer.vector.clone()
     shifted[trainer.flat.n_params : trainer.flat.n_params + 4] += 1  # the running means
     assert evaluator.evaluate(shifted) != first
+
+
+def test_a_state_that_has_not_moved_is_not_measured_again(digits: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _trainer(build_model("mlp", digits, 0), digits)
+    evaluator = Evaluator(build_model("mlp", digits, 0), digits)
+    first = evaluator.evaluate(trainer.vector)
+    trainer.step()
+    second = evaluator.evaluate(trainer.vector)
+    assert second != first
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluator._flat.module, "forward", None)
+        assert evaluator.evaluate(trainer.vector.clone()) == second
+    trainer.vector[0] = math.nan
+    assert math.isnan(evaluator.evaluate(trainer.vector)[0])
+    assert math.isnan(evaluator.evaluate(trainer.vector)[0])
 
 
 def test_the_accuracy_on_text_counts_characters() -> None:

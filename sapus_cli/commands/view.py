@@ -279,19 +279,20 @@ def print_outcome(outcome: Outcome) -> None:
 
 def print_json(outcome: Outcome) -> None:
     """The summary as one JSON object on stdout."""
+    sys.stdout.write(json.dumps(facts(outcome), indent=2) + "\n")
+
+
+def facts(outcome: Outcome) -> dict[str, Any]:
+    """The summary, for scripts."""
     record = outcome.record
-    text = json.dumps(
-        {
-            "run": str(outcome.folder),
-            "status": record["status"],
-            "clock": record["clock"],
-            "startup_s": record.get("startup_s"),
-            "state_sha256": record["state_sha256"],
-            **record["summary"],
-        },
-        indent=2,
-    )
-    sys.stdout.write(text + "\n")
+    return {
+        "run": str(outcome.folder),
+        "status": record["status"],
+        "clock": record["clock"],
+        "startup_s": record.get("startup_s"),
+        "state_sha256": record["state_sha256"],
+        **record["summary"],
+    }
 
 
 def summary_table(record: Mapping[str, Any]) -> Table:

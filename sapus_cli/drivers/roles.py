@@ -12,13 +12,14 @@ import psutil
 import torch
 
 from sapus_cli import traces
+from sapus_cli.cluster import StepTimes
 from sapus_cli.drivers import evaluator, process, server
 from sapus_cli.drivers.client import Client
 from sapus_cli.drivers.control import Begin, Bound, Failed, Prepared, Unusable, hear, tell
 from sapus_cli.drivers.worker import Worker
 from sapus_cli.errors import DivergedError, LocalProtocolError, UserError
 from sapus_cli.strategy import Setting
-from sapus_cli.trainer import Evaluator, FlatModel, OptimizerSpec, Trainer
+from sapus_cli.trainer import FlatModel, OptimizerSpec, evaluator_of, trainer_of
 from sapus_cli.workloads import data as workload_data
 from sapus_cli.workloads.models import build_model
 
@@ -98,6 +99,7 @@ def serve(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Pre
             strategy,
             x0,
             n_workers=config.workers,
+            profile=config.cluster,
             setting=setting(config),
             fingerprint=ready.fingerprint,
             config=msgspec.json.encode(config),
@@ -135,7 +137,7 @@ def train(client: Client, config: RunConfig, strategy: AnyStrategy, ready: Prepa
     rank = client.welcome.rank
     data = workload_data.load(Path(ready.data))
     shard = workload_data.partition(data.train_y, config.workers, config.partition, config.seed)[rank]
-    trainer = Trainer(
+    trainer = trainer_of(data)(
         build_model(config.model, data, config.seed),
         data,
         shard,
@@ -146,6 +148,7 @@ def train(client: Client, config: RunConfig, strategy: AnyStrategy, ready: Prepa
         device=worker_device(ready.device, rank),
     )
     trainer.warm_up()
+    trainer.steps = client.welcome.steps
     steps = config.steps_per_worker(len(data.train_x))
     worker = Worker(
         client,
@@ -155,6 +158,7 @@ def train(client: Client, config: RunConfig, strategy: AnyStrategy, ready: Prepa
         n_params=trainer.flat.n_params,
         steps=steps,
         seconds=config.seconds,
+        times=None if config.cluster.step_s is None else StepTimes(config.cluster, config.seed, rank),
     )
     reason = worker.run()
     client.close()
@@ -172,7 +176,7 @@ def evaluate(pipe: Connection, config: RunConfig, ready: Prepared) -> None:
     os.nice(EVALUATOR_NICE)
     client = Client(begin.endpoint, "evaluator")
     data = workload_data.load(Path(ready.data))
-    tests = Evaluator(build_model(config.model, data, config.seed), data, worker_device(ready.device, 0))
+    tests = evaluator_of(data)(build_model(config.model, data, config.seed), data, worker_device(ready.device, 0))
     with traces.Trace(Path(begin.folder) / "evals.csv", traces.EVALS) as trace:
         evaluator.run(client, tests, trace, every_s=config.eval_every_s, n_train=len(data.train_x))
     client.close()

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sapus_cli import registry, traces
-from sapus_cli.cluster import MOST_WORKERS, Direction, StepTimes
+from sapus_cli.cluster import MOST_WORKERS, Direction, ServerTime, StepTimes
 from sapus_cli.codec import FLOAT32_BYTES, Declined, Leave, Push, State, encode
 from sapus_cli.drivers import roles
 from sapus_cli.drivers.control import Ended, Measured
+from sapus_cli.drivers.pool import Progress
 from sapus_cli.drivers.record import close_record, first_record
 from sapus_cli.drivers.server import Traffic, push_values, save_checkpoint, state_sha256
 from sapus_cli.errors import UserError
 from sapus_cli.protocol import Phase, ServerCore, WorkerCore
-from sapus_cli.trainer import Evaluator, FlatModel, OptimizerSpec, Trainer
+from sapus_cli.trainer import FlatModel, OptimizerSpec, Trainer, evaluator_of, trainer_of
 from sapus_cli.workloads import check_names, check_partition
 from sapus_cli.workloads import data as workload_data
 from sapus_cli.workloads.models import build_model
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from sapus_cli.config import RunConfig
     from sapus_cli.protocol import Outgoing
     from sapus_cli.strategy import AnyStrategy, Vec
+
+PROGRESS_EVERY_S = 0.2
 
 
 @dataclass
@@ -55,7 +58,10 @@ class Simulation:
         config: what to run; its cluster profile must say how long a step takes.
         results: folder that gets the run folder.
         name: name of the run folder, or None for the automatic one.
-        progress: called at every evaluation with the virtual seconds, the used part of the budget, and the result.
+        progress: called a few times a second, of real time.
+
+    Attributes:
+        folder: the run folder, once there is one.
     """
 
     def __init__(
@@ -63,19 +69,21 @@ class Simulation:
         config: RunConfig,
         results: Path,
         name: str | None,
-        progress: Callable[[float, float, Measured], None],
+        progress: Callable[[Progress], None],
     ) -> None:
         self._config = config
         self._profile = config.cluster
         self._results = results
         self._name = name
         self._progress = progress
+        self._next_progress_s = 0.0
+        self.folder: Path | None = None
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._up = Direction(config.cluster.link, config.cluster.wire_scale)
         self._down = Direction(config.cluster.link, config.cluster.wire_scale)
-        self._server_free_at = 0.0
+        self._thread = ServerTime()
         self._cpu_s = 0.0
         self._totals = Traffic()
         self._evals: list[Measured] = []
@@ -104,7 +112,9 @@ class Simulation:
         torch.set_num_threads(config.threads)
         ready = roles.prepared(config)
         self._set_up(strategy, Path(ready.data))
-        folder = traces.create_run_folder(self._results, self._name, config.strategy, config.workers, config.seed)
+        folder = self.folder = traces.create_run_folder(
+            self._results, self._name, config.strategy, config.workers, config.seed
+        )
         record = first_record(config, strategy, ready, "virtual")
         traces.write_run(folder, record)
         status = "failed"
@@ -139,14 +149,19 @@ class Simulation:
         shards = workload_data.partition(data.train_y, config.workers, config.partition, config.seed)
         model = build_model(config.model, data, config.seed)
         spec = OptimizerSpec(config.optimizer, config.lr, config.momentum, config.weight_decay)
-        self._tests = Evaluator(model, data)
+        self._tests = evaluator_of(data)(model, data)
+        flat = FlatModel(model)
+        x0 = flat.vector.clone()
+        self._elements = x0.numel()
+        # One model computes for all workers, and what one of them pushes is copied before another writes it.
+        outgoing = torch.empty_like(x0)
         self._workers = []
         for rank, shard in enumerate(shards):
-            trainer = Trainer(model, data, shard, config.batch_size, spec, config.seed, rank)
-            core = WorkerCore(strategy, trainer.vector, rank, trainer.flat.n_params)
+            trainer = trainer_of(data)(flat, data, shard, config.batch_size, spec, config.seed, rank)
+            core = WorkerCore(strategy, trainer.vector, rank, flat.n_params, outgoing)
             self._workers.append(_Worker(core, trainer, StepTimes(self._profile, config.seed, rank)))
-        x0 = FlatModel(model).vector.detach().clone()
-        self._elements = x0.numel()
+        # No shard is smaller than the last one, so that no other batch can be too small for the model.
+        self._workers[-1].trainer.warm_up()
         # The memory of this machine must not decide anything.
         setting = roles.setting(config)._replace(memory_bytes=math.inf)
         self._server = ServerCore(strategy, x0, config.workers, setting)
@@ -162,7 +177,19 @@ class Simulation:
             self._evaluate_until(when)
             self._now = when
             call(*arguments)
+            self._tick()
         self._evaluate(self._end_s)
+
+    def _tick(self) -> None:
+        """What is due by the clock of the real world: rows reach the disk, and somebody hears of progress."""
+        now = time.monotonic()
+        if now < self._next_progress_s:
+            return
+        self._next_progress_s = now + PROGRESS_EVERY_S
+        for trace in (self._pushes, self._eval_trace, self._resources, self._event_trace):
+            trace.tick(now)
+        accuracy = self._evals[-1].accuracy if self._evals else None
+        self._progress(Progress(self._now, self._fraction(self._now), accuracy))
 
     def _at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (when, next(self._order), call, arguments))
@@ -198,9 +225,10 @@ class Simulation:
 
     def _send(self, rank: int, push: Push | None) -> None:
         if push is not None:
-            n_bytes = self._scaled(len(encode(push)) + FLOAT32_BYTES * self._elements)
-            arrives = self._up.deliver_at(self._now, len(encode(push)) + FLOAT32_BYTES * self._elements)
-            self._at(arrives, self._arrived, rank, push, self._workers[rank].core.outgoing.clone(), n_bytes)
+            size = len(encode(push)) + FLOAT32_BYTES * self._elements
+            vector = self._workers[rank].core.outgoing.clone()
+            arrives = self._up.deliver_at(self._now, size)
+            self._at(arrives, self._arrived, rank, push, vector, self._profile.scaled(size))
 
     def _arrived(self, rank: int, push: Push, vector: Vec, n_bytes: int) -> None:
         self._totals.rx_bytes += n_bytes
@@ -217,19 +245,21 @@ class Simulation:
         self._reply(replies)
 
     def _reply(self, replies: list[Outgoing]) -> None:
+        sent: Vec | None = None
+        copy: Vec | None = None
         for reply in replies:
             payload = 0 if reply.vector is None else FLOAT32_BYTES * self._elements
             size = len(encode(reply.message)) + payload
-            n_bytes = self._scaled(size)
+            n_bytes = self._profile.scaled(size)
             self._totals.tx_bytes += n_bytes
             self._totals.tx_frames += 1 if reply.vector is None else 2
-            self._occupy_server(n_bytes)
-            arrives = self._down.deliver_at(max(self._now, self._server_free_at), size)
-            vector = None if reply.vector is None else reply.vector.clone()
-            self._at(arrives, self._receive, reply.worker, reply.message, vector)
+            arrives = self._down.deliver_at(self._occupy_server(n_bytes), size)
+            # What goes to many at once is copied once: its receivers only read it.
+            if reply.vector is not sent:
+                sent, copy = reply.vector, None if reply.vector is None else reply.vector.clone()
+            self._at(arrives, self._receive, reply.worker, reply.message, copy)
             if reply.row is not None:
                 self._pushes.row(push_values(reply.row, n_bytes, self._columns))
-        self._pushes.tick(time.monotonic())
 
     def _receive(self, rank: int, message: State | Declined, vector: Vec | None) -> None:
         worker = self._workers[rank]
@@ -265,11 +295,7 @@ class Simulation:
         cost = self._profile.server
         seconds = cost.message_s + cost.byte_s * n_bytes
         self._cpu_s += seconds
-        self._server_free_at = max(self._now, self._server_free_at) + seconds
-        return self._server_free_at
-
-    def _scaled(self, n_bytes: int) -> int:
-        return round(n_bytes * self._profile.wire_scale)
+        return self._thread.done_at(self._now, seconds)
 
     def _evaluate_until(self, when: float) -> None:
         every = max(self._config.eval_every_s, 1e-9)
@@ -283,14 +309,11 @@ class Simulation:
         self._n_evals += 1
         loss, accuracy = self._tests.evaluate(self._server.state.x)
         samples, version = self._server.samples, self._server.version
-        result = Measured(t_s, version, samples, loss, accuracy)
-        self._evals.append(result)
+        self._evals.append(Measured(t_s, version, samples, loss, accuracy))
         self._eval_trace.row((t_s, version, samples, samples / self._n_train, loss, accuracy))
         self._resources.row(
             (t_s, "server", 0, self._cpu_s, None, None, self._totals.rx_bytes, self._totals.tx_bytes, None, None)
         )
-        for trace in (self._eval_trace, self._resources, self._event_trace):
-            trace.tick(time.monotonic())
         target = self._config.target_accuracy
         if target is not None and accuracy >= target and self._reached_s is None:
             self._reached_s = t_s
@@ -299,7 +322,7 @@ class Simulation:
                 if not worker.busy and worker.core.phase is not Phase.DONE:
                     worker.core.stop()
                     self._go_on(rank)
-        self._progress(t_s, self._fraction(t_s), result)
+        self._tick()
 
     def _fraction(self, t_s: float) -> float:
         if self._config.seconds is not None:

@@ -11,15 +11,17 @@ from typing import NamedTuple
 
 from sapus_cli.errors import UserError, unknown
 
-DATASETS = ("digits", "mnist5k", "pydoc", "mnist", "fashion-mnist", "cifar10", "cifar100")
+DATASETS = ("digits", "mnist5k", "pydoc", "mnist", "fashion-mnist", "cifar10", "cifar100", "null")
 """Data sets of a fixed name; `fake:CxHxW:K` comes on top."""
 
 MODELS = ("mlp", "cnn", "lenet5", "resnet20", "gpt")
-"""Models of a fixed name; `torchvision:NAME` comes on top."""
+"""Models of a fixed name; `torchvision:NAME` and `null:ELEMENTS` come on top."""
 
 FAKE_FORM = "fake:CxHxW:K"
 TORCHVISION_FORM = "torchvision:NAME"
 TORCHVISION_PREFIX = "torchvision:"
+NULL_FORM = "null:ELEMENTS"
+NULL_ELEMENTS_MAX = 10**9
 
 FAKE_TRAIN, FAKE_TEST = 5000, 1000
 """Samples of a fake data set."""
@@ -56,9 +58,29 @@ def fake_shape(name: str) -> FakeShape:
     return shape
 
 
+def null_elements(name: str) -> int:
+    """Read a name of the form `null:ELEMENTS`: how many elements a state without a model has.
+
+    Raises:
+        UserError: the name has another form, or the number is out of range.
+    """
+    match = re.fullmatch(r"null:([0-9]{1,10})", name)
+    if match is None or not 1 <= int(match[1]) <= NULL_ELEMENTS_MAX:
+        raise UserError(
+            f"model '{name}' must have the form {NULL_FORM}, with a whole number from 1 to {NULL_ELEMENTS_MAX}; "
+            "give one like null:100000"
+        )
+    return int(match[1])
+
+
+def is_null(model: str) -> bool:
+    """Whether a name asks for a state without a model, well-formed or not."""
+    return model == "null" or model.startswith("null:")
+
+
 def default_model(dataset: str) -> str:
     """The model that a data set is trained with if none is named."""
-    return "gpt" if dataset == "pydoc" else "cnn"
+    return {"pydoc": "gpt", "null": "null:100000"}.get(dataset, "cnn")
 
 
 def default_epochs(dataset: str) -> float:
@@ -82,25 +104,30 @@ def check_model(model: str) -> None:
     """Refuse a model that does not exist. What stands behind `torchvision:` is checked when it is built.
 
     Raises:
-        UserError: names the nearest models.
+        UserError: names the nearest models, or the form of a malformed `null:` name.
     """
+    if is_null(model):
+        null_elements(model)
+        return
     if model in MODELS or (
         model.startswith(TORCHVISION_PREFIX) and model not in (TORCHVISION_PREFIX, TORCHVISION_FORM)
     ):
         return
-    raise unknown("model", model, [*MODELS, TORCHVISION_FORM])
+    raise unknown("model", model, [*MODELS, TORCHVISION_FORM, NULL_FORM])
 
 
 def check_kind(model: str, kind: str) -> None:
-    """Refuse a text model on images and an image model on text.
+    """Refuse a text model on images, an image model on text, and any of them with nothing.
 
     Args:
         model: the name of a model.
-        kind: "image" or "text", what the data set holds.
+        kind: "image", "text" or "null", what the data set holds.
 
     Raises:
         UserError: says which models fit.
     """
+    if is_null(model) != (kind == "null"):
+        raise UserError(f"model '{model}': {NULL_FORM} goes with the data set null, and with nothing else")
     if kind == "text" and model != "gpt":
         raise UserError(f"model '{model}' takes images and cannot be trained on text; give gpt")
     if kind == "image" and model == "gpt":
@@ -116,7 +143,7 @@ def check_names(dataset: str, model: str) -> None:
     """
     check_dataset(dataset)
     check_model(model)
-    check_kind(model, "text" if dataset == "pydoc" else "image")
+    check_kind(model, {"pydoc": "text", "null": "null"}.get(dataset, "image"))
 
 
 def check_partition(text: str, dataset: str | None = None) -> float | None:

@@ -40,8 +40,9 @@ LOADER_VERSION = 1
 CONTEXT = 64
 """Characters in one sample of text."""
 
-Kind = Literal["image", "text"]
+Kind = Literal["image", "text", "null"]
 
+_KINDS: dict[str, Kind] = {"image": "image", "text": "text", "null": "null"}
 _TENSORS = ("train_x", "train_y", "test_x", "test_y")
 _SPLIT_SEED = 0  # the split belongs to the data set; a run's seed must not move it
 _FAKE_SEED = 0
@@ -57,14 +58,14 @@ class DataSet:
 
     Attributes:
         name: as given on the command line.
-        kind: "image" or "text".
+        kind: "image" or "text", or "null" for samples `(n, 1)` that nobody looks at.
         train_x: images `(n, C, H, W)`, uint8 or float32; or text `(n, T)`, uint8 or int64 character numbers.
         train_y: labels `(n,)`, int64; for text the next characters `(n, T)`, of the type of `train_x`.
         test_x: as `train_x`.
         test_y: as `train_y`.
         n_classes: number of labels, or of characters in the vocabulary.
-        mean: mean of the training images for each channel, in the unit of `train_x`; `(0.0,)` for text.
-        std: their standard deviation, likewise; `(1.0,)` for text. `(x - mean) / std` is what a model sees.
+        mean: mean of the training images for each channel, in the unit of `train_x`; `(0.0,)` for others.
+        std: their standard deviation, likewise; `(1.0,)` for others. `(x - mean) / std` is what a model sees.
         sha256: hex digest over all of the above.
     """
 
@@ -91,7 +92,7 @@ def make_dataset(
 
     Args:
         name: what the data set is called.
-        kind: "image" or "text".
+        kind: as in `DataSet`.
         train: `train_x` and `train_y` of `DataSet`.
         test: `test_x` and `test_y`.
         n_classes: number of labels or characters.
@@ -193,7 +194,7 @@ def load(path: Path) -> DataSet:
             tensors = {field: file.get_tensor(field) for field in _TENSORS}
         return DataSet(
             name=str(facts["name"]),
-            kind="text" if facts["kind"] == "text" else "image",
+            kind=_KINDS[facts["kind"]],
             n_classes=int(facts["n_classes"]),
             mean=tuple(facts["mean"]),
             std=tuple(facts["std"]),
@@ -275,7 +276,12 @@ def _file_facts(path: Path) -> tuple[str, int, int]:
 
 
 def _make(name: str, data_dir: Path | None) -> DataSet:
-    makers: dict[str, Callable[[], DataSet]] = {"digits": _digits, "mnist5k": _mnist5k, "pydoc": _pydoc}
+    makers: dict[str, Callable[[], DataSet]] = {
+        "digits": _digits,
+        "mnist5k": _mnist5k,
+        "pydoc": _pydoc,
+        "null": _null,
+    }
     if name in makers:
         return makers[name]()
     if name in _FILE_SETS:
@@ -319,6 +325,14 @@ def _stratified(name: str, images: NDArray[np.float64], labels: NDArray[np.int64
     x, y = torch.from_numpy(images.astype(np.uint8)), torch.from_numpy(labels.astype(np.int64))
     test = torch.from_numpy(in_test)
     return make_dataset(name, "image", (x[~test], y[~test]), (x[test], y[test]), len(np.unique(labels)))
+
+
+def _null() -> DataSet:
+    """As many samples as MNIST has, with nothing in them, and labels of ten classes."""
+    train, test = (
+        (torch.zeros(n, 1, dtype=torch.uint8), torch.arange(n, dtype=torch.int64) % 10) for n in (60_000, 10_000)
+    )
+    return make_dataset("null", "null", train, test, 10)
 
 
 def _pydoc_text() -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from sapus_cli.errors import UserError, unknown
-from sapus_cli.workloads import MODELS, TORCHVISION_PREFIX, check_kind, check_model, check_seed
+from sapus_cli.workloads import MODELS, TORCHVISION_PREFIX, check_kind, check_model, check_seed, is_null, null_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,12 +32,13 @@ def build_model(name: str, data: DataSet, seed: int) -> nn.Module:
     """Build a model for a data set, with freshly drawn weights, on the CPU.
 
     Args:
-        name: one of `MODELS` or `torchvision:NAME`.
+        name: one of `MODELS`, `torchvision:NAME` or `null:ELEMENTS`.
         data: what the model is to be trained on; images `(n, C, H, W)` or text `(n, T)`.
         seed: determines the weights. The caller's random state is not touched.
 
     Returns:
-        A module from `(n, C, H, W)` to logits `(n, n_classes)`, or from `(n, T)`, int64, to `(n, T, n_classes)`.
+        A module from `(n, C, H, W)` to logits `(n, n_classes)`, or from `(n, T)`, int64, to `(n, T, n_classes)`;
+        for `null` one that has a parameter `(ELEMENTS,)` of zeros and no use for samples.
 
     Raises:
         UserError: the name is unknown, or the model cannot take samples of this shape.
@@ -45,6 +46,8 @@ def build_model(name: str, data: DataSet, seed: int) -> nn.Module:
     check_model(name)
     check_kind(name, data.kind)
     check_seed(seed)
+    if is_null(name):
+        return nn.ParameterList([torch.zeros(null_elements(name))])
     # Not torch.manual_seed: it would seed the accelerators' generators too, which fork_rng does not save here.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

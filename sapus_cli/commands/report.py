@@ -1,0 +1,77 @@
+"""`sapus report`: one HTML page of a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sapus_cli.commands.compare import DEFAULT_METRICS, _about, _accuracy, _texts
+from sapus_cli.commands.plot import groups_of
+from sapus_cli.figures import Request, write
+
+if TYPE_CHECKING:
+    from sapus_cli.analysis import Comparison, Group
+
+EXAMPLES = "Examples:\n\nsapus report results/suite\n\nsapus report results/2026* --target 95% -o comparison.html"
+METRICS = (*DEFAULT_METRICS, "throughput", "interval", "staleness")
+
+
+def command(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Run folders, folders of runs, or quoted patterns of either.",
+            show_default="the newest suite in results, else its runs like the newest",
+        ),
+    ] = None,
+    *,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="ACCURACY",
+            help="Test accuracy that times are to, as in 0.95 or 95%.",
+            show_default="the most that every run reached",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline", metavar="NAME", help="What ratios are to: a strategy, or a label.", show_default="bsp"
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page.")] = Path("report.html"),
+) -> int:
+    """Write one HTML page of runs, to send around: the comparison, the figures, and what each run was made with."""
+    from sapus_cli import report  # noqa: PLC0415 - heavy imports wait until they are needed
+
+    accuracy = None if target is None else _accuracy(target)
+    groups = groups_of(runs or [])
+    result = _compared(groups, accuracy, baseline)
+    drawn, left_out = report.draw_all(groups, Request(target=result.target.accuracy, baseline=baseline or "bsp"))
+    about = [*_about(result), *result.notes]
+    page = report.html(report.Page(_texts(result), about, result.warnings, groups, drawn, left_out))
+    write(output, page.encode())
+    typer.echo(f"Wrote {output}")
+    return 0
+
+
+def _compared(groups: list[Group], target: float | None, baseline: str | None) -> Comparison:
+    """The comparison; of a single group its figures alone, where `sapus compare` has nothing to say."""
+    from sapus_cli import analysis  # noqa: PLC0415
+
+    runs = [run for group in groups for run in (*group.runs, *group.repeats)]
+    if len(groups) > 1:
+        return analysis.compare(runs, target=target, baseline=baseline, metrics=METRICS)
+    if target is not None:
+        analysis.check_target(groups, target)
+    chosen = analysis.default_target(groups) if target is None else analysis.Target(target, "as asked")
+    metrics = [name for name in METRICS if not analysis.METRICS[name].relative_to]
+    rows = analysis.table(groups, chosen.accuracy, None, metrics)
+    return analysis.Comparison(rows, chosen, None, metrics, [], [])
+
+
+command.__name__ = "report"
