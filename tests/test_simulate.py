@@ -13,7 +13,7 @@ import pytest
 from processes import launch, sapus
 from safetensors.torch import load_file
 
-from sapus_cli.cluster import ClusterProfile, Link, ServerCost
+from sapus_cli.cluster import ClusterProfile, Fault, Link, ServerCost
 from sapus_cli.config import RunConfig
 from sapus_cli.drivers.roles import setting
 from sapus_cli.drivers.simulate import Simulation
@@ -234,3 +234,44 @@ def test_on_no_terminal_progress_is_a_line_now_and_then(tmp_path: Path) -> None:
     assert all(re.fullmatch(r" +\d+\.\d s +\d+ %  virtual \d+\.\d s  accuracy \d+\.\d %", text) for text in lines)
     for option in ("--quiet", "--json"):
         assert sapus(*line, option, cwd=tmp_path).stderr == ""
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "local-sgd-async", "ssp", "sapus-weighted", "easgd", "fedbuff"])
+def test_a_worker_that_is_killed_is_missed_and_comes_back(tmp_path: Path, strategy: str) -> None:
+    # Its steps end at 0.1, 0.2, ...; what it took after its last push that arrived is lost and done again.
+    profile = ClusterProfile(step_s=0.1, faults=(Fault("restart", 1, 2.05), Fault("kill", 1, 1.05)))
+    folder = simulate(tmp_path, profile, strategy=strategy, workers=3, steps=40)
+    events = read_trace(folder, "events").filter(pl.col("rank") == 1)
+    assert events["kind"].to_list() == ["join", "fault", "leave", "restart", "join", "leave"]
+    assert events["t_s"].to_list()[:5] == [0.0, 1.05, 1.05, 2.05, 2.05]
+    pushes = read_trace(folder, "pushes")
+    totals = pushes.group_by("worker").agg(pl.col("n_steps").sum()).sort("worker")
+    assert totals["n_steps"].to_list() == [40, 40, 40]
+    mine = pushes.filter(pl.col("worker") == 1)["t_s"]
+    assert mine.filter((mine > 1.06) & (mine < 2.05)).is_empty()
+    # Thirty steps or more are left at 2.05 s; a rest of the first ten may have to be done again.
+    assert read_run(folder)["summary"]["seconds"] >= 2.05 + 30 * 0.1 - 1e-9
+
+
+def test_workers_that_are_killed_for_good_and_faults_that_come_too_late(tmp_path: Path) -> None:
+    faults = (Fault("kill", 0, 0.25), Fault("kill", 1, 99.0), Fault("restart", 1, 100.0))
+    folder = simulate(tmp_path, ClusterProfile(step_s=0.1, server=FREE_SERVER, faults=faults), strategy="asp", steps=10)
+    record = read_run(folder)
+    assert record["totals"]["steps"] == 2 + 10
+    assert record["summary"]["seconds"] == pytest.approx(1.0)
+    faults_seen = read_trace(folder, "events").filter(pl.col("kind") == "fault")
+    assert faults_seen["detail"].to_list() == [
+        "killed by the profile",
+        "kill at 99 s did not happen: the run ended first",
+        "restart at 100 s did not happen: the run ended first",
+    ]
+
+
+def test_all_workers_may_be_dead_for_a_while(tmp_path: Path) -> None:
+    faults = (Fault("kill", 0, 0.15), Fault("kill", 1, 0.15), Fault("restart", 0, 1.0))
+    profile = ClusterProfile(step_s=0.1, server=FREE_SERVER, faults=faults)
+    folder = simulate(tmp_path, profile, strategy="bsp", steps=10, eval_every_s=0.5)
+    # One step of each before; then worker 0 takes its other nine alone.
+    assert read_run(folder)["totals"]["steps"] == 2 + 9
+    assert read_run(folder)["summary"]["seconds"] == pytest.approx(1.9)
+    assert read_trace(folder, "evals")["t_s"].to_list() == pytest.approx([0.0, 0.5, 1.0, 1.5, 1.9])

@@ -34,6 +34,7 @@ from sapus_cli.workloads.models import build_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sapus_cli.cluster import Fault
     from sapus_cli.config import RunConfig
     from sapus_cli.protocol import Outgoing
     from sapus_cli.strategy import AnyStrategy, Vec
@@ -49,6 +50,7 @@ class _Worker:
     busy: bool = False
     inbox: list[tuple[State | Declined, Vec | None]] = field(default_factory=list)
     left: bool = False
+    dead: bool = False
 
 
 class Simulation:
@@ -104,7 +106,6 @@ class Simulation:
             raise UserError(f"--workers {config.workers}: at most {MOST_WORKERS} workers are simulated")
         if self._profile.step_s is None:
             raise UserError("virtual time needs to know how long a step takes: give --cluster or --step-time")
-        self._profile.check_workers(config.workers)
         check_names(config.dataset, config.model)
         check_partition(config.partition, config.dataset)
         strategy = registry.build(config.strategy, config.params)
@@ -155,11 +156,18 @@ class Simulation:
         self._elements = x0.numel()
         # One model computes for all workers, and what one of them pushes is copied before another writes it.
         outgoing = torch.empty_like(x0)
+
+        def worker(trainer: Trainer, rank: int) -> _Worker:
+            core = WorkerCore(strategy, trainer.vector, rank, flat.n_params, outgoing)
+            return _Worker(core, trainer, StepTimes(self._profile, config.seed, rank))
+
+        self._worker = worker
         self._workers = []
         for rank, shard in enumerate(shards):
             trainer = trainer_of(data)(flat, data, shard, config.batch_size, spec, config.seed, rank)
-            core = WorkerCore(strategy, trainer.vector, rank, flat.n_params, outgoing)
-            self._workers.append(_Worker(core, trainer, StepTimes(self._profile, config.seed, rank)))
+            self._workers.append(worker(trainer, rank))
+        self._steps_received = [0] * config.workers
+        self._returning: set[int] = set()
         # No shard is smaller than the last one, so that no other batch can be too small for the model.
         self._workers[-1].trainer.warm_up()
         # The memory of this machine must not decide anything.
@@ -168,10 +176,10 @@ class Simulation:
         self._columns = strategy.columns
 
     def _simulate(self) -> None:
-        for rank, worker in enumerate(self._workers):
-            worker.core.pull("")
-            self._event_trace.row((0.0, "join", "worker", rank, ""))
-            self._reply(self._server.join(rank, 0.0))
+        for rank in range(len(self._workers)):
+            self._join(rank)
+        for fault in sorted(self._profile.faults, key=lambda fault: fault.at_s):
+            self._at(fault.at_s, self._kill if fault.kind == "kill" else self._restart, fault)
         while self._events:
             when, _, call, arguments = heapq.heappop(self._events)
             self._evaluate_until(when)
@@ -179,6 +187,46 @@ class Simulation:
             call(*arguments)
             self._tick()
         self._evaluate(self._end_s)
+
+    def _join(self, rank: int) -> None:
+        self._workers[rank].core.pull("")
+        self._event_trace.row((self._now, "join", "worker", rank, ""))
+        self._reply(self._server.join(rank, self._now))
+
+    def _kill(self, fault: Fault) -> None:
+        worker = self._workers[fault.worker]
+        if self._over():
+            self._miss(fault)
+        elif worker.left:
+            self._event_trace.row(
+                (self._now, "fault", "worker", fault.worker, "was to be killed, but was done already")
+            )
+        else:
+            worker.dead = True
+            self._event_trace.row((self._now, "fault", "worker", fault.worker, "killed by the profile"))
+            if any(
+                f.kind == "restart" and f.worker == fault.worker and f.at_s > self._now for f in self._profile.faults
+            ):
+                self._returning.add(fault.worker)
+            self._let_go(fault.worker, "dead")
+
+    def _restart(self, fault: Fault) -> None:
+        rank = fault.worker
+        if self._over():
+            self._miss(fault)
+        elif rank in self._returning:
+            self._returning.discard(rank)
+            self._event_trace.row((self._now, "restart", "worker", rank, "by the profile"))
+            trainer = self._workers[rank].trainer
+            worker = self._workers[rank] = self._worker(trainer, rank)
+            worker.core.steps = trainer.steps = self._steps_received[rank]
+            if self._limit is not None and worker.core.steps >= self._limit:
+                worker.core.stop()  # the one whose place it takes was at its end
+            self._join(rank)
+
+    def _miss(self, fault: Fault) -> None:
+        detail = f"{fault.kind} at {fault.at_s:g} s did not happen: the run ended first"
+        self._event_trace.row((self._end_s, "fault", "worker", fault.worker, detail))
 
     def _tick(self) -> None:
         """What is due by the clock of the real world: rows reach the disk, and somebody hears of progress."""
@@ -198,10 +246,12 @@ class Simulation:
         worker = self._workers[rank]
         seconds = worker.times.draw(worker.core.steps)
         worker.busy = True
-        self._at(worker.times.finish(self._now, seconds), self._stepped, rank, self._now)
+        self._at(worker.times.finish(self._now, seconds), self._stepped, worker, self._now)
 
-    def _stepped(self, rank: int, begun: float) -> None:
-        worker = self._workers[rank]
+    def _stepped(self, worker: _Worker, begun: float) -> None:
+        if worker.dead:
+            return
+        rank = worker.core.worker
         worker.busy = False
         if self._stopping:
             worker.core.stop()
@@ -221,27 +271,34 @@ class Simulation:
         elif worker.core.phase is Phase.DONE and not worker.left:
             worker.left = True
             n_bytes = len(encode(Leave(reason="done")))
-            self._at(self._up.deliver_at(self._now, n_bytes), self._leave, rank)
+            self._at(self._up.deliver_at(self._now, n_bytes), self._leave, worker)
 
     def _send(self, rank: int, push: Push | None) -> None:
         if push is not None:
             size = len(encode(push)) + FLOAT32_BYTES * self._elements
-            vector = self._workers[rank].core.outgoing.clone()
+            worker = self._workers[rank]
+            vector = worker.core.outgoing.clone()
             arrives = self._up.deliver_at(self._now, size)
-            self._at(arrives, self._arrived, rank, push, vector, self._profile.scaled(size))
+            self._at(arrives, self._arrived, worker, push, vector, self._profile.scaled(size))
 
-    def _arrived(self, rank: int, push: Push, vector: Vec, n_bytes: int) -> None:
+    def _arrived(self, worker: _Worker, push: Push, vector: Vec, n_bytes: int) -> None:
         self._totals.rx_bytes += n_bytes
         self._totals.rx_frames += 2
-        self._at(self._occupy_server(n_bytes), self._apply, rank, push, vector, n_bytes)
+        if not worker.dead:
+            self._at(self._occupy_server(n_bytes), self._apply, worker, push, vector, n_bytes)
 
-    def _apply(self, rank: int, push: Push, vector: Vec, n_bytes: int) -> None:
-        declined = self._server.declined
+    def _apply(self, worker: _Worker, push: Push, vector: Vec, n_bytes: int) -> None:
+        if worker.dead:
+            return
+        rank = worker.core.worker
+        declined, received = self._server.declined, self._server.received
         replies = self._server.push(rank, push, vector, self._now, n_bytes, self._cpu_s)
         if self._server.declined > declined:
             self._event_trace.row((self._now, "declined", "worker", rank, f"push {push.seq} is not finite"))
             if not any(isinstance(reply.message, Declined) for reply in replies):
                 self._event_trace.row((self._now, "fresh", "worker", rank, "told to pull afresh"))
+        elif self._server.received > received:
+            self._steps_received[rank] += push.n_steps
         self._reply(replies)
 
     def _reply(self, replies: list[Outgoing]) -> None:
@@ -257,15 +314,17 @@ class Simulation:
             # What goes to many at once is copied once: its receivers only read it.
             if reply.vector is not sent:
                 sent, copy = reply.vector, None if reply.vector is None else reply.vector.clone()
-            self._at(arrives, self._receive, reply.worker, reply.message, copy)
+            self._at(arrives, self._receive, self._workers[reply.worker], reply.message, copy)
             if reply.row is not None:
                 self._pushes.row(push_values(reply.row, n_bytes, self._columns))
 
-    def _receive(self, rank: int, message: State | Declined, vector: Vec | None) -> None:
-        worker = self._workers[rank]
+    def _receive(self, worker: _Worker, message: State | Declined, vector: Vec | None) -> None:
+        if worker.dead:
+            return
         if worker.busy:
             worker.inbox.append((message, vector))
             return
+        rank = worker.core.worker
         self._take(rank, message, vector)
         self._go_on(rank)
 
@@ -282,11 +341,14 @@ class Simulation:
             self._workers[rank].trainer.forget()
         self._send(rank, core.on_state(message, self._now))
 
-    def _leave(self, rank: int) -> None:
+    def _leave(self, worker: _Worker) -> None:
+        self._let_go(worker.core.worker, "done")
+
+    def _let_go(self, rank: int, reason: str) -> None:
         replies, row = self._server.leave(rank, self._now)
         if row is not None:
             self._pushes.row(push_values(row, 0, self._columns))
-        self._event_trace.row((self._now, "leave", "worker", rank, "done"))
+        self._event_trace.row((self._now, "leave", "worker", rank, reason))
         self._end_s = self._now
         self._reply(replies)
 
@@ -299,11 +361,12 @@ class Simulation:
 
     def _evaluate_until(self, when: float) -> None:
         every = max(self._config.eval_every_s, 1e-9)
-        while not self._all_left() and self._n_evals * every <= when:
+        while not self._over() and self._n_evals * every <= when:
             self._evaluate(self._n_evals * every)
 
-    def _all_left(self) -> bool:
-        return self._server.started and not self._server.state.members
+    def _over(self) -> bool:
+        """Whether all workers have left, and none comes back."""
+        return self._server.started and not self._server.state.members and not self._returning
 
     def _evaluate(self, t_s: float) -> None:
         self._n_evals += 1
@@ -319,7 +382,7 @@ class Simulation:
             self._reached_s = t_s
             self._stopping = True
             for rank, worker in enumerate(self._workers):
-                if not worker.busy and worker.core.phase is not Phase.DONE:
+                if not worker.busy and not worker.dead and worker.core.phase is not Phase.DONE:
                     worker.core.stop()
                     self._go_on(rank)
         self._tick()
