@@ -13,7 +13,19 @@ from typing import Annotated, Any
 import typer
 
 from sapus_cli import __version__
-from sapus_cli.commands import compare, plot, report, run, server, show, simulate, strategies, worker
+from sapus_cli.commands import (
+    calibrate,
+    compare,
+    plot,
+    report,
+    run,
+    server,
+    show,
+    simulate,
+    strategies,
+    validate,
+    worker,
+)
 from sapus_cli.errors import DamagedFileError, RunFailedError, UserError
 
 # typer brings its own copy of click, or uses an installed one, by version; its public error leads to the base of all.
@@ -28,7 +40,7 @@ app = typer.Typer(
     epilog="Start with: [bold]sapus run[/bold]",
     pretty_exceptions_enable=False,
 )
-for module in (run, simulate, show, compare, plot, report, strategies, server, worker):
+for module in (run, simulate, validate, calibrate, show, compare, plot, report, strategies, server, worker):
     app.command(epilog=module.EXAMPLES)(module.command)
 
 

@@ -5,17 +5,21 @@ Units inside are seconds, bytes and bytes a second; profiles and options carry t
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from sapus_cli.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 BYTES_PER_S = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
@@ -322,6 +326,71 @@ def profile_of(name: str, table: dict[str, Any]) -> ClusterProfile:
         raise UserError(f"{where}: {error}") from None
 
 
+def to_toml(profile: ClusterProfile) -> str:
+    """The TOML that `profile_of` reads back as the same profile, but for its name."""
+    lines = [f"description = {json.dumps(profile.description)}"] if profile.description else []
+    lines.append(f"wire_scale = {profile.wire_scale!r}")
+    step = [] if profile.step_s is None else [f'mean = "{profile.step_s!r}s"', f"variation = {profile.variation!r}"]
+    sections: dict[str, list[str]] = {
+        "[step]": step,
+        "[step.slow]": [f"{rank} = {factor!r}" for rank, factor in profile.slow.items()],
+    }
+    if (pause := profile.pause) is not None:
+        sections["[step.pause]"] = [
+            f"probability = {pause.probability!r}",
+            f'mean = "{pause.mean_s!r}s"',
+            f"shape = {pause.shape!r}",
+        ]
+    if (period := profile.period) is not None:
+        sections["[step.period]"] = [
+            f'on = "{period.on_s!r}s"',
+            f'off = "{period.off_s!r}s"',
+            f"workers = {list(period.workers)}",
+        ]
+    rate = [] if profile.link.bytes_per_s is None else [f'rate = "{profile.link.bytes_per_s / 125!r}kbit"']
+    sections["[link]"] = [*rate, f'latency = "{profile.link.latency_s!r}s"']
+    sections["[server]"] = [f"message_s = {profile.server.message_s!r}", f"byte_s = {profile.server.byte_s!r}"]
+    for name, entries in sections.items():
+        if entries:
+            lines += ["", name, *entries]
+    for fault in profile.faults:
+        lines += ["", "[[fault]]", f'kind = "{fault.kind}"', f"worker = {fault.worker}", f'at = "{fault.at_s!r}s"']
+    return "\n".join(lines) + "\n"
+
+
+def changed(
+    profile: ClusterProfile,
+    *,
+    step_time: str | None = None,
+    link: str | None = None,
+    slow: str | None = None,
+    pause: str | None = None,
+    fault: Sequence[str] = (),
+    wire_scale: float | None = None,
+) -> ClusterProfile:
+    """A profile with single values changed, in the text forms of the command line.
+
+    Raises:
+        UserError: names the option and the value.
+    """
+    changes: dict[str, object] = {}
+    if step_time is not None:
+        changes["step_s"] = seconds("--step-time", step_time)
+    if link is not None:
+        changes["link"] = read_link(link)
+    if slow is not None:
+        changes["slow"] = read_slow(slow)
+    if pause is not None:
+        changes["pause"] = read_pause(pause)
+    if fault:
+        changes["faults"] = tuple(read_fault(text) for text in fault)
+    if wire_scale is not None:
+        changes["wire_scale"] = wire_scale
+    if changes:
+        changes["name"] = "custom" if profile.name == "none" else f"{profile.name}, changed"
+    return msgspec.structs.replace(profile, **changes)
+
+
 def seconds(what: str, text: object) -> float:
     """Read a time such as 50ms.
 
@@ -341,14 +410,14 @@ def bytes_per_s(what: str, text: object) -> float:
 
 
 def read_link(text: str) -> Link:
-    """Read --link RATE[,LATENCY].
+    """Read --link RATE[,LATENCY], where the rate may be none: no limit.
 
     Raises:
         UserError: it has another form.
     """
     rate, comma, latency = text.partition(",")
     return Link(
-        bytes_per_s=bytes_per_s("--link rate", rate),
+        bytes_per_s=None if rate.strip() == "none" else bytes_per_s("--link rate", rate),
         latency_s=seconds("--link latency", latency) if comma else 0.0,
     )
 

@@ -54,7 +54,8 @@ class Push(_Message, frozen=True, tag="push"):
     """An accumulated update, followed by its vector.
 
     `seq` counts the pushes of a worker from 1; `version` is that of the state it last pulled; `step_s` and
-    `exchange_s` are seconds as in `strategy.Received`.
+    `exchange_s` are seconds as in `strategy.Received`; `sent_s` is when an emulated worker sent it, in seconds since
+    the start, 0 if it does not say.
     """
 
     seq: Positive
@@ -65,6 +66,7 @@ class Push(_Message, frozen=True, tag="push"):
     step_s: Seconds
     exchange_s: Seconds
     last: bool = False
+    sent_s: Seconds = 0.0
     info: Facts = msgspec.field(default_factory=dict)
 
 

@@ -28,6 +28,11 @@ RUN_OPTIONS = (
 COMMANDS = {
     "run": [*RUN_OPTIONS, "--port"],
     "simulate": [*RUN_OPTIONS, "--seeds", "--jobs"],
+    "validate": [
+        *(option for option in RUN_OPTIONS if option not in {"--strategy", "--param", "--cluster", "--name", "--quiet"}),
+        "--strategies",
+    ],
+    "calibrate": ["--cluster", "--output"],
     "server": [*RUN_OPTIONS, "--bind"],
     "worker": ["--connect", "--rank", "--data-dir", "--threads"],
     "show": ["--json"],

@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import msgspec
 import typer
 
 from sapus_cli import cluster
@@ -230,36 +229,33 @@ def _cluster(
     fault: list[str] | None,
     wire_scale: float | None,
 ) -> cluster.ClusterProfile:
-    changes: dict[str, object] = {}
-    if step_time is not None:
-        changes["step_s"] = cluster.seconds("--step-time", step_time)
-    if link is not None:
-        changes["link"] = cluster.read_link(link)
-    if slow is not None:
-        changes["slow"] = cluster.read_slow(slow)
-    if pause is not None:
-        changes["pause"] = cluster.read_pause(pause)
-    if fault:
-        changes["faults"] = tuple(cluster.read_fault(text) for text in fault)
-    if wire_scale is not None:
-        changes["wire_scale"] = wire_scale
-    chosen = cluster.load_profile(profile)
-    if changes:
-        changes["name"] = "custom" if profile == "none" else f"{chosen.name}, changed"
-    return msgspec.structs.replace(chosen, **changes)
+    return cluster.changed(
+        cluster.load_profile(profile),
+        step_time=step_time,
+        link=link,
+        slow=slow,
+        pause=pause,
+        fault=fault or (),
+        wire_scale=wire_scale,
+    )
 
 
 def takes_run_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command the options of a run in front of its own; it receives them as `config`, a `RunConfig`."""
+    """Give a command the options of a run in front of its own; it receives them as `config`, a `RunConfig`.
+
+    A parameter of the command's own that has the name of a shared one takes its place: it goes into `config`, by its
+    own annotation and default, and the command itself is handed None for it.
+    """
     shared = inspect.signature(_config).parameters
     own = {name: p for name, p in inspect.signature(command).parameters.items() if name != "config"}
 
     def wrapper(**values: Any) -> int:
         config = _config(**{name: values.pop(name) for name in shared})
-        return command(config=config, **values)
+        return command(config=config, **dict.fromkeys(own.keys() & shared.keys()), **values)
 
     hints = get_type_hints(_config, include_extras=True) | get_type_hints(command, include_extras=True)
-    parameters = [p.replace(annotation=hints[p.name]) for p in (*shared.values(), *own.values())]
+    named = dict(shared) | own
+    parameters = [p.replace(annotation=hints[p.name]) for p in named.values()]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     wrapper.__name__ = command.__name__

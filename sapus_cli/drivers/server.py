@@ -244,7 +244,9 @@ class Server:
             peer.traffic.rx_frames += 1 + len(payload)
         take = partial(self._take, identity, peer, message, payload, n_bytes)
         if self._shapes(peer):
-            self._line.put(self._up.deliver_at(self.now, n_bytes), partial(self._arrived, n_bytes, take))
+            # What a busy machine brings late was sent when its worker says.
+            sent_s = min(self.now, message.sent_s or self.now) if isinstance(message, Push) else self.now
+            self._line.put(self._up.deliver_at(sent_s, n_bytes), partial(self._arrived, n_bytes, take))
         else:
             take()
 

@@ -6,13 +6,15 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from sapus_cli.codec import Declined, Leave, State, Stop
 from sapus_cli.errors import RemoteProtocolError
 from sapus_cli.protocol import Phase, WorkerCore
 
 if TYPE_CHECKING:
     from sapus_cli.cluster import StepTimes
-    from sapus_cli.codec import FromServer
+    from sapus_cli.codec import FromServer, Push
     from sapus_cli.drivers.client import Client
     from sapus_cli.strategy import AnyStrategy, Vec
 
@@ -67,8 +69,7 @@ class Worker:
         self._seconds = seconds
         self._times = times
         self._overruns = 0
-        self._idle = True
-        self._step_ended = 0.0
+        self._time = 0.0
         self._core = WorkerCore(strategy, trainer.vector, client.welcome.rank, n_params)
         self._core.steps = client.welcome.steps
         self._released = 0.0
@@ -85,7 +86,6 @@ class Worker:
         if self._steps is not None and core.steps >= self._steps:
             core.stop()  # the one whose place it takes was at its end
         while core.phase is not Phase.DONE:
-            self._idle = self._idle or core.phase is Phase.WAITING
             message = self._client.receive(core.incoming, None if core.phase is Phase.WAITING else 0)
             if message is not None:
                 if isinstance(message, Stop) and not message.flush:
@@ -96,21 +96,25 @@ class Worker:
         return "done"
 
     def _step(self) -> None:
-        begin = time.monotonic() if self._idle or self._times is None else self._step_ended
+        begin = time.monotonic() if self._times is None else self._time
         loss, n_samples = self._trainer.step()
-        now = self._pad(begin)
-        self._idle = False
+        now = self._time = self._pad(begin)
         out_of_time = self._seconds is not None and now - self._released >= self._seconds
         last = out_of_time or self._core.steps + 1 == self._steps
-        push = self._core.after_step(loss, n_samples, now - begin, now, last=last)
-        if push is not None:
-            self._client.send(push, self._core.outgoing)
+        self._send(self._core.after_step(loss, n_samples, now - begin, now, last=last))
+
+    def _send(self, push: Push | None) -> None:
+        if push is None:
+            return
+        if self._times is not None:
+            push = msgspec.structs.replace(push, sent_s=self._time - self._released)
+        self._client.send(push, self._core.outgoing)
 
     def _pad(self, begin: float) -> float:
         """Sleep until the step is over that began at `begin`; returns when that was to be, or now if it is later.
 
-        A step begins when the one before it was to end, so that what a sleep is late by, and the work between two
-        steps, does not add up.
+        A step begins when the one before it was to end, or when the state that it waited for was to arrive, so that
+        what this machine is late by does not add up: a cluster has more cores.
         """
         if self._times is None:
             return time.monotonic()
@@ -121,10 +125,9 @@ class Worker:
             self._overruns += 1
             if self._overruns == 1:
                 log.warning("step %d took %.1f ms longer than its profile says", self._core.steps + 1, -1000 * rest)
-        else:
-            time.sleep(rest)
-        self._step_ended = end if rest >= 0 else time.monotonic()
-        return self._step_ended
+            return time.monotonic()
+        time.sleep(rest)
+        return end
 
     def _take(self, message: FromServer) -> None:
         now = time.monotonic()
@@ -138,10 +141,10 @@ class Worker:
             raise RemoteProtocolError(f"a worker has no use for {message!r}")
         if not self._released:
             self._released = now - message.t_s - message.link_s
-        elif self._seconds is not None and now - self._released >= self._seconds:
+        if self._times is not None:
+            now = self._time = max(self._time, self._released + message.t_s + message.link_s)
+        if self._seconds is not None and now - self._released >= self._seconds:
             self._core.stop()
         if message.fresh:
             self._trainer.forget()
-        push = self._core.on_state(message, now)
-        if push is not None:
-            self._client.send(push, self._core.outgoing)
+        self._send(self._core.on_state(message, now))
