@@ -235,11 +235,16 @@ class Direction:
 
     def deliver_at(self, now: float, n_bytes: int) -> float:
         """When a message of so many bytes, handed over at `now`, has arrived; both in seconds."""
+        self.free_at = self._passed(now, n_bytes)
+        return self.free_at + self.link.latency_s
+
+    def arrival(self, now: float, n_bytes: int) -> float:
+        """When such a message would arrive if it were the next; nothing is changed."""
+        return self._passed(now, n_bytes) + self.link.latency_s
+
+    def _passed(self, now: float, n_bytes: int) -> float:
         start = max(now, self.free_at)
-        if self.link.bytes_per_s is not None:
-            start += n_bytes * self.scale / self.link.bytes_per_s
-        self.free_at = start
-        return start + self.link.latency_s
+        return start if self.link.bytes_per_s is None else start + n_bytes * self.scale / self.link.bytes_per_s
 
 
 @dataclass

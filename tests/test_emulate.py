@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import launch, sapus
 
-from sapus_cli.cluster import ClusterProfile, Fault, Link
-from sapus_cli.drivers.delay import DelayLine
+from sapus_cli.cluster import ClusterProfile, Direction, Fault, Link, StepTimes
+from sapus_cli.codec import Push, State, Welcome
+from sapus_cli.drivers.delay import Arrivals, DelayLine
+from sapus_cli.drivers.worker import Worker as EmulatedWorker
+from sapus_cli.strategy import Push as Intent
+from sapus_cli.strategy import Received, Reply, ServerState, Step, Strategy, Vec
 from sapus_cli.traces import read_run, read_trace
 
 if TYPE_CHECKING:
@@ -23,14 +29,28 @@ def test_the_delay_line_gives_what_is_due_in_order(puts: list[tuple[int, int]], 
     line, seen = DelayLine(), []
     for number, (due, _) in enumerate(puts):
         line.put(due, lambda number=number: seen.append(number))  # type: ignore[misc]
-    times = []
-    while (held := line.take(now)) is not None:
-        times.append(held[0])
-        held[1]()
+    times: list[float] = []
+    while line.next_due <= now:
+        at, call = line.take()
+        times.append(at)
+        call()
     expected = sorted((due, number) for number, (due, _) in enumerate(puts) if due <= now)
     assert (times, seen) == ([due for due, _ in expected], [number for _, number in expected])
     later = [due for due, _ in puts if due > now]
-    assert line.next_due == (min(later) if later else None)
+    assert line.next_due == min(later, default=math.inf)
+
+
+def test_a_late_message_goes_before_those_sent_after_it() -> None:
+    # 10 bytes take 1 s, and then 0.5 s more. Sent at 0, 0.2 and 0.1, and handed over in that order.
+    line, seen = Arrivals(Direction(Link(10.0, 0.5))), []
+    for name, sent in (("a", 0.0), ("c", 0.2), ("b", 0.1)):
+        line.put(sent, 10, lambda name=name: seen.append(name))  # type: ignore[misc]
+    times = []
+    while line.next_due < math.inf:
+        due, call = line.take()
+        times.append(due)
+        call()
+    assert (times, seen) == ([1.5, 2.5, 3.5], ["a", "b", "c"])
 
 
 @pytest.mark.slow
@@ -85,7 +105,7 @@ def test_a_budget_in_seconds_counts_from_the_release_and_not_from_the_first_stat
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["bsp", "local-sgd-async", "ssp", "sapus", "easgd"])
 def test_a_worker_that_is_killed_is_missed_and_comes_back(tmp_path: Path, strategy: str) -> None:
-    faults = (Fault("kill", 1, 0.7), Fault("restart", 1, 1.2))
+    faults = (Fault("kill", 1, 1.2), Fault("restart", 1, 1.7))
     profile = ClusterProfile(step_s=0.02, link=Link(1e7, 0.001), faults=faults)
     outcome = launch(tmp_path, strategy=strategy, workers=3, steps=150, cluster=profile)
     events = read_trace(outcome.folder, "events").filter(pl.col("rank") == 1)
@@ -122,3 +142,69 @@ def test_run_takes_a_profile_and_says_so(tmp_path: Path) -> None:
     assert sapus(*line.split(), cwd=tmp_path).returncode == 0
     cluster: dict[str, Any] = read_run(tmp_path / "results" / "r")["cluster"]
     assert (cluster["name"], cluster["step_s"]) == ("16x-lan, changed", 0.02)
+
+
+class Late:
+    """A connection to a server that answers at once, though its link takes 30 ms."""
+
+    def __init__(self, link_s: float) -> None:
+        self.welcome = Welcome(protocol=1, rank=0, elements=1, fingerprint="f")
+        self.pushes: list[Push] = []
+        self._link_s = link_s
+        self._replies = [State(version=0, t_s=0.0, fresh=True)]
+
+    def send(self, message: Any, vector: Any = None) -> None:
+        if isinstance(message, Push):
+            self.pushes.append(message)
+            self._replies.append(State(version=len(self.pushes), t_s=message.sent_s, link_s=self._link_s))
+
+    def receive(self, into: Any, timeout_ms: int | None) -> State | None:
+        return self._replies.pop(0) if self._replies else None
+
+
+class Nothing:
+    """Steps that take no time."""
+
+    vector = torch.zeros(1)
+
+    def step(self) -> tuple[float, int]:
+        return 1.0, 1
+
+    def forget(self) -> None:
+        pass
+
+
+class Overlapping(Strategy[None, ServerState]):
+    """A push after every step that finds none under way."""
+
+    def init_worker(self, x0: Vec, worker: int) -> None:
+        return None
+
+    def after_step(self, w: None, step: Step) -> Intent | None:
+        return Intent(wait=False)
+
+    def init_server(self, x0: Vec, n_workers: int) -> ServerState:
+        return ServerState(x0)
+
+    def on_push(self, s: ServerState, msg: Received) -> list[Reply]:
+        return [Reply(msg.worker)]
+
+
+def test_what_arrives_during_a_step_is_taken_after_it() -> None:
+    # Pushes overlap with computing. The reply takes 30 ms and a step 20 ms: it is taken after the second step that
+    # follows the push, 40 ms later, although the machine brings it at once.
+    client = Late(0.03)
+    profile = ClusterProfile(step_s=0.02)
+    worker = EmulatedWorker(
+        client,  # type: ignore[arg-type]
+        Overlapping(),
+        Nothing(),
+        fingerprint="f",
+        n_params=1,
+        steps=9,
+        seconds=None,
+        times=StepTimes(profile, 0, 0),
+    )
+    assert worker.run() == "done"
+    assert [push.n_steps for push in client.pushes] == [1, 3, 3, 2]
+    assert [push.exchange_s for push in client.pushes[1:]] == pytest.approx([0.04, 0.04, 0.04], abs=2e-3)

@@ -40,7 +40,7 @@ from sapus_cli.codec import (
     raw,
 )
 from sapus_cli.drivers.control import Ended, Gone, Halt, Happened, Measured, Released, Status, WorkerStatus, hear, tell
-from sapus_cli.drivers.delay import DelayLine
+from sapus_cli.drivers.delay import Arrivals, DelayLine, Line
 from sapus_cli.errors import RemoteProtocolError, UserError
 from sapus_cli.protocol import Outgoing, PushRow, ServerCore
 from sapus_cli.strategy import STANDARD_INFO
@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 0.1
 HALT_S = 3.0
+LAG_S, LAG_STEPS = 0.01, 0.2
+"""An emulated server stays so many seconds behind, but no more than this part of a step: what a busy machine brings
+late still finds its place, and workers make up for it in the time that they would sleep."""
+
 log = logging.getLogger(__name__)
 
 
@@ -145,10 +149,11 @@ class Server:
         self._elements = x0.numel()
         self._n_workers = n_workers
         self._profile = profile
-        self._up = Direction(profile.link, profile.wire_scale)
+        self._up = Arrivals(Direction(profile.link, profile.wire_scale))
         self._down = Direction(profile.link, profile.wire_scale)
         self._thread = ServerTime()
         self._line = DelayLine()
+        self._lag_s = min(LAG_S, LAG_STEPS * (profile.step_s or 0.0))
         self._due: float | None = None
         self._overruns = 0
         self._returning: set[int] = set()
@@ -197,9 +202,8 @@ class Server:
         The socket's descriptor tells of a change only, so that its state has to be asked for first. The timeout of
         zmq's own poller is in whole milliseconds, too coarse for a link.
         """
-        timeout = STATUS_EVERY_S
-        if self._line.next_due is not None:
-            timeout = min(timeout, max(0.0, self._line.next_due - self.now))
+        due = min(self._up.next_due, self._line.next_due)
+        timeout = min(STATUS_EVERY_S, max(0.0, due + self._lag_s - self.now))
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             timeout = 0.0
         launcher = self._launcher.fileno()
@@ -214,9 +218,10 @@ class Server:
             self._bury(self._workers[line.rank])
 
     def _deliver(self) -> None:
-        """Take what the link has delivered by now."""
-        while (held := self._line.take(self.now)) is not None:
-            self._due, call = held
+        """Take what the link has delivered by now, less the lag."""
+        lines: list[Line] = [self._up, self._line]
+        while (source := min(lines, key=lambda line: line.next_due)).next_due <= self.now - self._lag_s:
+            self._due, call = source.take()
             call()
             self._due = None
 
@@ -246,7 +251,7 @@ class Server:
         if self._shapes(peer):
             # What a busy machine brings late was sent when its worker says.
             sent_s = min(self.now, message.sent_s or self.now) if isinstance(message, Push) else self.now
-            self._line.put(self._up.deliver_at(sent_s, n_bytes), partial(self._arrived, n_bytes, take))
+            self._up.put(sent_s, n_bytes, partial(self._arrived, n_bytes, take))
         else:
             take()
 

@@ -72,7 +72,7 @@ class Worker:
         self._time = 0.0
         self._core = WorkerCore(strategy, trainer.vector, client.welcome.rank, n_params)
         self._core.steps = client.welcome.steps
-        self._released = 0.0
+        self._released: float | None = None
 
     def run(self) -> str:
         """Train. Returns why it ended: "done" or "halted"."""
@@ -90,16 +90,19 @@ class Worker:
             if message is not None:
                 if isinstance(message, Stop) and not message.flush:
                     return "halted"
+                # A worker that is late on a busy machine may find what arrives only while its next step goes on.
+                while core.phase is Phase.COMPUTING and self._arrival(message) > self._time:
+                    self._step()
                 self._take(message)
             elif core.phase is Phase.COMPUTING:
                 self._step()
         return "done"
 
     def _step(self) -> None:
-        begin = time.monotonic() if self._times is None else self._time
+        begin = self._now() if self._times is None else self._time
         loss, n_samples = self._trainer.step()
         now = self._time = self._pad(begin)
-        out_of_time = self._seconds is not None and now - self._released >= self._seconds
+        out_of_time = self._seconds is not None and now >= self._seconds
         last = out_of_time or self._core.steps + 1 == self._steps
         self._send(self._core.after_step(loss, n_samples, now - begin, now, last=last))
 
@@ -107,30 +110,46 @@ class Worker:
         if push is None:
             return
         if self._times is not None:
-            push = msgspec.structs.replace(push, sent_s=self._time - self._released)
+            push = msgspec.structs.replace(push, sent_s=self._time)
         self._client.send(push, self._core.outgoing)
 
     def _pad(self, begin: float) -> float:
         """Sleep until the step is over that began at `begin`; returns when that was to be, or now if it is later.
 
+        Times are seconds since the release of all workers.
+
         A step begins when the one before it was to end, or when the state that it waited for was to arrive, so that
         what this machine is late by does not add up: a cluster has more cores.
         """
         if self._times is None:
-            return time.monotonic()
-        seconds = self._times.draw(self._core.steps)
-        end = self._released + self._times.finish(begin - self._released, seconds)
-        rest = end - time.monotonic()
+            return self._now()
+        end = self._times.finish(begin, self._times.draw(self._core.steps))
+        rest = end - self._now()
         if rest < 0:
             self._overruns += 1
             if self._overruns == 1:
                 log.warning("step %d took %.1f ms longer than its profile says", self._core.steps + 1, -1000 * rest)
-            return time.monotonic()
+            return end - rest
         time.sleep(rest)
         return end
 
+    def _arrival(self, message: FromServer) -> float:
+        """When an emulated link delivers a state; 0 where nothing is emulated."""
+        if self._times is None or not isinstance(message, State):
+            return 0.0
+        return message.t_s + message.link_s
+
+    def _now(self) -> float:
+        """Seconds since the release of all workers; 0 before."""
+        return 0.0 if self._released is None else time.monotonic() - self._released
+
+    def _learn_release(self, message: State) -> None:
+        """The state that came fastest tells best when the run began."""
+        release = time.monotonic() - message.t_s - message.link_s
+        if self._released is None or (self._times is not None and release < self._released):
+            self._released = release
+
     def _take(self, message: FromServer) -> None:
-        now = time.monotonic()
         if isinstance(message, Stop):
             self._core.stop()
             return
@@ -139,11 +158,10 @@ class Worker:
             return
         if not isinstance(message, State):
             raise RemoteProtocolError(f"a worker has no use for {message!r}")
-        if not self._released:
-            self._released = now - message.t_s - message.link_s
-        if self._times is not None:
-            now = self._time = max(self._time, self._released + message.t_s + message.link_s)
-        if self._seconds is not None and now - self._released >= self._seconds:
+        self._learn_release(message)
+        self._time = max(self._time, self._arrival(message))
+        now = self._now() if self._times is None else self._time
+        if self._seconds is not None and now >= self._seconds:
             self._core.stop()
         if message.fresh:
             self._trainer.forget()
