@@ -154,9 +154,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         places = [path]
         if not path.exists() and re.search(r"[*?\[]", str(path)):
             try:
-                places = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+                matches = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
             except ValueError as error:
                 raise UserError(f"{path}: is no pattern: {error}") from error
+            # What a folder keeps out of sight is not meant by "*", as in a shell.
+            places = sorted(match for match in matches if path.name.startswith(".") or not match.name.startswith("."))
             if not places:
                 raise UserError(f"{path}: no path matches this pattern; give run folders, or folders of runs")
         if not all(place.exists() for place in places):

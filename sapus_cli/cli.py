@@ -16,6 +16,7 @@ from sapus_cli import __version__
 from sapus_cli.commands import (
     calibrate,
     compare,
+    export,
     plot,
     report,
     run,
@@ -23,6 +24,7 @@ from sapus_cli.commands import (
     show,
     simulate,
     strategies,
+    suite,
     validate,
     worker,
 )
@@ -40,7 +42,21 @@ app = typer.Typer(
     epilog="Start with: [bold]sapus run[/bold]",
     pretty_exceptions_enable=False,
 )
-for module in (run, simulate, validate, calibrate, show, compare, plot, report, strategies, server, worker):
+for module in (
+    run,
+    simulate,
+    suite,
+    validate,
+    calibrate,
+    show,
+    compare,
+    plot,
+    report,
+    export,
+    strategies,
+    server,
+    worker,
+):
     app.command(epilog=module.EXAMPLES)(module.command)
 
 

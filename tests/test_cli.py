@@ -28,8 +28,13 @@ RUN_OPTIONS = (
 COMMANDS = {
     "run": [*RUN_OPTIONS, "--port"],
     "simulate": [*RUN_OPTIONS, "--seeds", "--jobs"],
+    "suite": ["--jobs", "--dry-run", "--clock", "--retry", "--results", "--quiet"],
     "validate": [
-        *(option for option in RUN_OPTIONS if option not in {"--strategy", "--param", "--cluster", "--name", "--quiet"}),
+        *(
+            option
+            for option in RUN_OPTIONS
+            if option not in {"--strategy", "--param", "--cluster", "--name", "--quiet"}
+        ),
         "--strategies",
     ],
     "calibrate": ["--cluster", "--output"],
@@ -39,6 +44,7 @@ COMMANDS = {
     "compare": ["--target", "--baseline", "--metrics", "--sort", "--format", "--force"],
     "plot": ["--x", "--target", "--baseline", "--output", "--format", "--theme", "--width", "--window", "--show"],
     "report": ["--target", "--baseline", "--output"],
+    "export": ["--to", "--output"],
     "strategies": ["--format"],
 }
 
@@ -138,7 +144,7 @@ def test_completion_of_commands_and_options(tmp_path: Path) -> None:
         )
         return done.stdout.split()
 
-    assert {"server", "show", "simulate", "strategies"} == set(completed("sapus s"))
+    assert {"server", "show", "simulate", "strategies", "suite"} == set(completed("sapus s"))
     assert "--strategy" in completed("sapus run --st")
 
 

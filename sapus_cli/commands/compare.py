@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sapus_cli.commands.options import flag
+from sapus_cli.commands.selection import Baseline, Target, accuracy, runs_argument
 from sapus_cli.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -50,33 +51,10 @@ class Format(StrEnum):
 
 
 def command(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Run folders, folders of runs, or quoted patterns of either.",
-            show_default="results",
-        ),
-    ] = None,
+    runs: Annotated[list[str] | None, runs_argument("results")] = None,
     *,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            metavar="ACCURACY",
-            help="Test accuracy that times are to, as in 0.95 or 95%.",
-            show_default="the most that every run reached",
-        ),
-    ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            "--baseline",
-            metavar="NAME",
-            help="What speed-ups and reductions are to: a strategy, or a label of the table.",
-            show_default="bsp",
-        ),
-    ] = None,
+    target: Target = None,
+    baseline: Baseline = None,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -103,9 +81,9 @@ def command(
     names = _metrics(metrics, form)
     if sort not in analysis.METRICS:
         raise unknown("metric in --sort", sort, analysis.METRICS)
-    accuracy = None if target is None else _accuracy(target)
+    wanted = None if target is None else accuracy(target)
     found = analysis.load_runs(_paths(runs or []))
-    result = analysis.compare(found, target=accuracy, baseline=baseline, metrics=names, sort=sort, force=force)
+    result = analysis.compare(found, target=wanted, baseline=baseline, metrics=names, sort=sort, force=force)
     _PRINTERS[form](result)
     return 0
 
@@ -128,19 +106,6 @@ def _metrics(text: str | None, form: Format) -> list[str]:
         if name not in METRICS:
             raise unknown("metric in --metrics", name, [*METRICS, "all"])
     return list(dict.fromkeys(names))
-
-
-def _accuracy(text: str) -> float:
-    """A fraction from 0.95 or 95%."""
-    number = text.strip()
-    try:
-        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
-    except ValueError:
-        raise UserError(f"--target {text}: must be an accuracy, as in 0.95 or 95%") from None
-    if not 0 < value <= 1:
-        hint = f"; did you mean {number}%?" if 1 < value <= 100 else ""  # noqa: PLR2004 - percent
-        raise UserError(f"--target {text}: must lie above 0 and at most at 1, or 100%{hint}")
-    return value
 
 
 def _label(group: Group) -> str:
@@ -183,7 +148,7 @@ def _heading(metric: Metric) -> str:
     return f"{metric.header} {metric.unit}".strip()
 
 
-def _about(result: Comparison) -> list[str]:
+def about(result: Comparison) -> list[str]:
     """What stands under the table, but for the notes."""
     from sapus_cli.analysis import LEAST_SEEDS  # noqa: PLC0415
 
@@ -210,7 +175,7 @@ def _print_table(result: Comparison) -> None:
     console = Console()
     for names in _that_fit(result, console.width):
         _print_columns(console, result, names)
-    for line in _about(result):
+    for line in about(result):
         console.print(line, style="dim", markup=False, highlight=False)
     for line in result.notes:
         console.print(line, markup=False, highlight=False)
@@ -312,7 +277,7 @@ def _print_json(result: Comparison) -> None:
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
-def _texts(result: Comparison) -> list[list[str]]:
+def texts(result: Comparison) -> list[list[str]]:
     """Heading and rows of a table of texts."""
     from sapus_cli.analysis import METRICS  # noqa: PLC0415
 
@@ -328,9 +293,9 @@ def _print_markdown(result: Comparison) -> None:
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(_plain(cell) for cell in cells)} |"
 
-    heading, *rows = _texts(result)
+    heading, *rows = texts(result)
     rule = f"| --- |{' ---: |' * (len(heading) - 1)}"
-    remarks = [f"* {_plain(text)}" for text in (*_about(result), *_remarks(result))]
+    remarks = [f"* {_plain(text)}" for text in (*about(result), *_remarks(result))]
     typer.echo("\n".join([line(heading), rule, *map(line, rows), "", *remarks]))
 
 
@@ -344,8 +309,8 @@ def _print_latex(result: Comparison) -> None:
     def line(cells: Sequence[str]) -> str:
         return f"{' & '.join(_tex(cell) for cell in cells)} \\\\"
 
-    heading, *rows = _texts(result)
-    remarks = [f"% {text}" for text in (*_about(result), *_remarks(result))]
+    heading, *rows = texts(result)
+    remarks = [f"% {text}" for text in (*about(result), *_remarks(result))]
     columns = "l" + "r" * (len(heading) - 1)
     body = [line(heading), r"\midrule", *map(line, rows)]
     lines = [*remarks, rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sapus_cli.commands.compare import _accuracy
 from sapus_cli.commands.options import flag
+from sapus_cli.commands.selection import Baseline, Drawn, Target, accuracy
 from sapus_cli.errors import UserError, unknown
 from sapus_cli.figures import FORMATS, KINDS, CannotWriteError, Request
 
@@ -63,28 +63,11 @@ def command(
             "scaling, tradeoff, or all.",
         ),
     ],
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Run folders, folders of runs, or quoted patterns of either.",
-            show_default="the newest suite in results, else its runs like the newest",
-        ),
-    ] = None,
+    runs: Drawn = None,
     *,
     x: Annotated[Across, typer.Option("--x", help="What accuracy and loss are drawn over.")] = Across.time,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            metavar="ACCURACY",
-            help="Test accuracy that times are to, as in 0.95 or 95%.",
-            show_default="the most that every run reached",
-        ),
-    ] = None,
-    baseline: Annotated[
-        str, typer.Option("--baseline", metavar="NAME", help="What speed-ups are to: a strategy, or a label.")
-    ] = "bsp",
+    target: Target = None,
+    baseline: Baseline = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -130,8 +113,8 @@ def command(
     place = _place(kind, output, form)
     request = Request(
         x=x.value,
-        target=None if target is None else _accuracy(target),
-        baseline=baseline,
+        target=None if target is None else accuracy(target),
+        baseline=baseline or "bsp",
         theme=theme.value,
         width_mm=None if width is None else _millimetres(width),
         window=None if window is None else _window(window),

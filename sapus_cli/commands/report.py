@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sapus_cli.commands.compare import DEFAULT_METRICS, _about, _accuracy, _texts
+from sapus_cli.commands.compare import DEFAULT_METRICS, about, texts
 from sapus_cli.commands.plot import groups_of
+from sapus_cli.commands.selection import Baseline, Drawn, Target, accuracy
 from sapus_cli.figures import Request, write
 
 if TYPE_CHECKING:
@@ -19,41 +20,21 @@ METRICS = (*DEFAULT_METRICS, "throughput", "interval", "staleness")
 
 
 def command(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Run folders, folders of runs, or quoted patterns of either.",
-            show_default="the newest suite in results, else its runs like the newest",
-        ),
-    ] = None,
+    runs: Drawn = None,
     *,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            metavar="ACCURACY",
-            help="Test accuracy that times are to, as in 0.95 or 95%.",
-            show_default="the most that every run reached",
-        ),
-    ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            "--baseline", metavar="NAME", help="What ratios are to: a strategy, or a label.", show_default="bsp"
-        ),
-    ] = None,
+    target: Target = None,
+    baseline: Baseline = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page.")] = Path("report.html"),
 ) -> int:
     """Write one HTML page of runs, to send around: the comparison, the figures, and what each run was made with."""
     from sapus_cli import report  # noqa: PLC0415 - heavy imports wait until they are needed
 
-    accuracy = None if target is None else _accuracy(target)
+    wanted = None if target is None else accuracy(target)
     groups = groups_of(runs or [])
-    result = _compared(groups, accuracy, baseline)
+    result = _compared(groups, wanted, baseline)
     drawn, left_out = report.draw_all(groups, Request(target=result.target.accuracy, baseline=baseline or "bsp"))
-    about = [*_about(result), *result.notes]
-    page = report.html(report.Page(_texts(result), about, result.warnings, groups, drawn, left_out))
+    facts = [*about(result), *result.notes]
+    page = report.html(report.Page(texts(result), facts, result.warnings, groups, drawn, left_out))
     write(output, page.encode())
     typer.echo(f"Wrote {output}")
     return 0

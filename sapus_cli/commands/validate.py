@@ -31,6 +31,8 @@ EXAMPLES = (
 )
 STRATEGIES = "bsp,local-sgd,ssp,sapus-weighted"
 CLOCKS = ("real", "virtual")
+BELOW_BEST = 0.02
+"""The target lies so far below what all runs reached: nearer to it, the moment is up to chance."""
 
 
 @takes_run_options
@@ -122,7 +124,7 @@ def _compare(pairs: Sequence[tuple[Run, Run]]) -> tuple[float | None, list[dict[
     from sapus_cli.analysis import best_accuracy, time_to  # noqa: PLC0415
 
     bests = [best for pair in pairs for run in pair if (best := best_accuracy(run)) is not None]
-    target = int(200 * min(bests)) / 200 if bests else None
+    target = int(200 * (min(bests) - BELOW_BEST)) / 200 if bests else None
     rows = []
     for pair in pairs:
         for name, values in {
@@ -174,7 +176,7 @@ def _print(config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
     console.print(table)
     console.print(
         f"Cluster {config.cluster.name}, {config.workers} workers, {config.model} on {config.dataset}, "
-        f"seed {config.seed}. The target is the accuracy that all of these runs reached.",
+        f"seed {config.seed}. The target lies two points below what all of these runs reached.",
         highlight=False,
     )
     late = sum(row["real"] for row in rows if row["metric"] == "late steps")

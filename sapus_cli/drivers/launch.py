@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from sapus_cli import registry, traces
-from sapus_cli.drivers import children
+from sapus_cli.drivers import children, process
 from sapus_cli.drivers.control import (
     Begin,
     Bound,
@@ -36,16 +36,16 @@ from sapus_cli.drivers.control import (
     hear,
     tell,
 )
+from sapus_cli.drivers.gpu import Gpus, Load
 from sapus_cli.drivers.record import close_record, first_record
 from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
 from sapus_cli.workloads import check_names, check_partition
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerContext, ForkServerProcess
     from pathlib import Path
-    from types import FrameType
 
     from sapus_cli.config import RunConfig
     from sapus_cli.strategy import AnyStrategy
@@ -163,6 +163,7 @@ class Launcher:
         self._signals: list[str] = []
         self._halt_by: float | None = None
         self._next_sample_s = 0.0
+        self._gpus = Gpus()
         self._killed: set[int] = set()
 
     def run(self) -> Outcome:
@@ -180,32 +181,19 @@ class Launcher:
         strategy = registry.build(self._config.strategy, self._config.params)
         traces.check_results(self._results)
         context = fork_server(self._config.threads)
-        with self._signals_noted():
+        with process.signals_noted(self._signals):
             try:
                 return self._run(context, strategy)
             finally:
                 self._end_children()
 
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(signal.Signals(number).name)
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, note) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _run(self, context: ForkServerContext, strategy: AnyStrategy) -> Outcome:
         ready = self._prepare(context)
         bound = self._start_children(context, strategy, ready)
+        self._record = first_record(self._config, strategy, ready, "real") | {"transport": {"endpoint": bound}}
         self._folder = traces.create_run_folder(
             self._results, self._name, self._config.strategy, self._config.workers, self._config.seed
         )
-        self._record = first_record(self._config, strategy, ready, "real") | {"transport": {"endpoint": bound}}
         traces.write_run(self._folder, self._record)
         steps = self._config.steps_per_worker(ready.n_train)
         self._observer = self._observe(Plan(self._config, self._folder, bound, ready.n_train, ready.elements, steps))
@@ -255,10 +243,10 @@ class Launcher:
         self, context: ForkServerContext, role: str, rank: int, main: Callable[..., None], *args: object
     ) -> _Child:
         ours, theirs = context.Pipe()
-        process = context.Process(target=main, args=(theirs, *args), name=f"sapus-{role}-{rank}", daemon=True)
-        process.start()
+        started = context.Process(target=main, args=(theirs, *args), name=f"sapus-{role}-{rank}", daemon=True)
+        started.start()
         theirs.close()
-        child = _Child(role, rank, process, ours)
+        child = _Child(role, rank, started, ours)
         self._children.append(child)
         return child
 
@@ -427,11 +415,12 @@ class Launcher:
         if self._released_s is None or now < self._next_sample_s:
             return
         self._next_sample_s = now + SAMPLE_EVERY_S
+        loads = self._gpus.loads() if self._record["device"] == "cuda" else {}
         for child in self._children:
             if child.role != "server" and child.process.is_alive():
-                self._sample_child(child)
+                self._sample_child(child, loads.get(child.process.pid or 0, Load()))
 
-    def _sample_child(self, child: _Child) -> None:
+    def _sample_child(self, child: _Child, gpu: Load) -> None:
         try:
             if child.watched is None:
                 child.watched = psutil.Process(child.process.pid)
@@ -442,7 +431,7 @@ class Launcher:
             return
         t_s, cpu_s = self._now(), times.user + times.system
         percent = self._cpu_percent(child, t_s, cpu_s)
-        self._resources.row((t_s, child.role, child.rank, cpu_s, percent, rss, None, None, None, None))
+        self._resources.row((t_s, child.role, child.rank, cpu_s, percent, rss, None, None, *gpu))
 
     @staticmethod
     def _cpu_percent(child: _Child, t_s: float, cpu_s: float) -> float:

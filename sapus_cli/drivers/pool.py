@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -102,7 +102,7 @@ class Pool:
         """
         context = fork_server(self._threads)
         waiting = enumerate(cells)
-        with self._signals_noted():
+        with process.signals_noted(self._signals):
             try:
                 while self._assign(context, waiting):
                     self._listen(observer)
@@ -111,19 +111,6 @@ class Pool:
                         raise InterruptedRunError(f"interrupted by {self._signals[0]}")
             finally:
                 self._end_children()
-
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(signal.Signals(number).name)
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, note) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _assign(self, context: ForkServerContext, waiting: Iterator[tuple[int, Cell]]) -> bool:
         """Give every idle child a cell, and start children while there are cells for them. Returns whether any runs."""

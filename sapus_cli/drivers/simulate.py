@@ -113,10 +113,10 @@ class Simulation:
         torch.set_num_threads(config.threads)
         ready = roles.prepared(config)
         self._set_up(strategy, Path(ready.data))
+        record = first_record(config, strategy, ready, "virtual")
         folder = self.folder = traces.create_run_folder(
             self._results, self._name, config.strategy, config.workers, config.seed
         )
-        record = first_record(config, strategy, ready, "virtual")
         traces.write_run(folder, record)
         status = "failed"
         ended = None
@@ -253,11 +253,9 @@ class Simulation:
             return
         rank = worker.core.worker
         worker.busy = False
-        if self._stopping:
-            worker.core.stop()
         loss, n_samples = worker.trainer.step()
         out_of_time = self._config.seconds is not None and self._now >= self._config.seconds
-        last = out_of_time or worker.core.steps + 1 == self._limit
+        last = self._stopping or out_of_time or worker.core.steps + 1 == self._limit
         self._send(rank, worker.core.after_step(loss, n_samples, self._now - begun, self._now, last=last))
         for message, vector in worker.inbox:
             self._take(rank, message, vector)
