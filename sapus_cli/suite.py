@@ -372,8 +372,6 @@ def _check(configs: Iterable[RunConfig], *, virtual: bool) -> None:
             )
         if virtual and config.workers > cluster.MOST_WORKERS:
             raise UserError(f"workers = {config.workers}: at most {cluster.MOST_WORKERS} workers are simulated")
-        if virtual and config.cluster.faults:
-            raise UserError(f'cluster {config.cluster.name}: faults are not simulated; take clock = "real"')
         unnamed = msgspec.structs.replace(config.cluster, name="", description="")
         key = _key(msgspec.structs.replace(config, params={}, cluster=unnamed)) + json.dumps(built[asked])
         if key in seen:

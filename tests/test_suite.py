@@ -223,12 +223,11 @@ def test_a_mistake_is_one_line_that_names_the_file_and_the_key(tmp_path: Path, t
     assert "--" not in said
 
 
-def test_virtual_time_needs_a_step_time_and_no_faults(tmp_path: Path) -> None:
+def test_virtual_time_needs_a_step_time(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="virtual time needs to know how long a step takes"):
         asked(tmp_path, 'steps = 1\nstrategies = ["asp"]')
     make(tmp_path, '[step]\nmean = "7ms"\n[[fault]]\nkind = "kill"\nworker = 1\nat = "2s"', "dies")
-    with pytest.raises(UserError, match="faults are not simulated"):
-        asked(tmp_path, 'steps = 1\nstrategies = ["asp"]\ncluster = "dies.toml"')
+    asked(tmp_path, 'steps = 1\nstrategies = ["asp"]\ncluster = "dies.toml"')
     with pytest.raises(UserError, match="workers = 5000: at most 4096"):
         asked(tmp_path, 'steps = 1\nstrategies = ["asp"]\nstep_time = "1ms"\nworkers = 5000')
 
