@@ -275,3 +275,16 @@ def test_all_workers_may_be_dead_for_a_while(tmp_path: Path) -> None:
     assert read_run(folder)["totals"]["steps"] == 2 + 9
     assert read_run(folder)["summary"]["seconds"] == pytest.approx(1.9)
     assert read_trace(folder, "evals")["t_s"].to_list() == pytest.approx([0.0, 0.5, 1.0, 1.5, 1.9])
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "ssp"])
+def test_a_target_that_is_reached_within_the_first_step_of_an_interval_ends_the_run(
+    tmp_path: Path, strategy: str
+) -> None:
+    # Every step is the first of its interval, and every evaluation but the one at 0 s falls into one.
+    fields: dict[str, Any] = {"strategy": strategy, "steps": 5000, "target_accuracy": 0.6, "eval_every_s": 0.07}
+    record = read_run(simulate(tmp_path, ClusterProfile(step_s=0.05), **fields))
+    reached = record["summary"]["reached_s"]
+    assert reached is not None
+    # The step under way is the last one of each worker.
+    assert record["totals"]["steps"] == record["totals"]["pushes"] == 2 * (int(reached / 0.05) + 1)
