@@ -110,6 +110,10 @@ def test_totals_and_rows_agree(tmp_path: Path) -> None:
     assert record["cluster"]["wire_scale"] == 10
     assert len(pushes) == totals["pushes"] == totals["version"] == 24
     assert totals["rx_bytes"] == pushes["bytes_in"].sum()
+    for worker in totals["workers"]:
+        mine = pushes.filter(pl.col("worker") == worker["rank"])
+        assert (worker["steps"], worker["rx_bytes"]) == (8, mine["bytes_in"].sum())
+    assert sum(worker["tx_bytes"] for worker in totals["workers"]) == totals["tx_bytes"]
     d = record["model"]["elements"]
     assert (pushes["bytes_in"] > 10 * 4 * d).all()
     # Beside the replies, the three first states.

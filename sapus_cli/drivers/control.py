@@ -105,6 +105,15 @@ class Halt(_Control, frozen=True, tag="halt"):
     """To the server: end the run at once."""
 
 
+class WorkerTotals(Struct, frozen=True):
+    """What the server has had from a worker in the whole run, and sent to it: bytes of all messages."""
+
+    rank: int
+    steps: int
+    rx_bytes: int
+    tx_bytes: int
+
+
 class Gone(_Control, frozen=True, tag="gone"):
     """To the server: a worker is dead."""
 
@@ -134,6 +143,7 @@ class Ended(_Control, frozen=True, tag="ended"):
     declined: int
     reached_s: float | None
     overruns: int = 0
+    workers: list[WorkerTotals] = msgspec.field(default_factory=list)
 
 
 class Failed(_Control, frozen=True, tag="failed"):

@@ -39,7 +39,19 @@ from sapus_cli.codec import (
     encode,
     raw,
 )
-from sapus_cli.drivers.control import Ended, Gone, Halt, Happened, Measured, Released, Status, WorkerStatus, hear, tell
+from sapus_cli.drivers.control import (
+    Ended,
+    Gone,
+    Halt,
+    Happened,
+    Measured,
+    Released,
+    Status,
+    WorkerStatus,
+    WorkerTotals,
+    hear,
+    tell,
+)
 from sapus_cli.drivers.delay import Arrivals, DelayLine, Line
 from sapus_cli.errors import RemoteProtocolError, UserError
 from sapus_cli.protocol import Outgoing, PushRow, ServerCore
@@ -161,7 +173,7 @@ class Server:
         self._config = config
         self._launcher = launcher
         self._trace = pushes
-        self._columns = strategy.columns
+        self._info_names = (*STANDARD_INFO, *strategy.columns)
         self._target_accuracy = target_accuracy
         self._peers: dict[bytes, Peer] = {}
         self._workers: dict[int, Peer] = {}
@@ -482,7 +494,7 @@ class Server:
         return scaled
 
     def _write(self, row: PushRow, bytes_out: int) -> None:
-        self._trace.row(push_values(row, bytes_out, self._columns))
+        self._trace.row(push_values(row, bytes_out, self._info_names))
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -545,12 +557,16 @@ class Server:
             declined=self.core.declined,
             reached_s=self._reached_s,
             overruns=self._overruns,
+            workers=[
+                WorkerTotals(rank, peer.steps, peer.traffic.rx_bytes, peer.traffic.tx_bytes)
+                for rank, peer in sorted(self._workers.items())
+            ],
         )
 
 
-def push_values(row: PushRow, bytes_out: int, columns: Sequence[str]) -> tuple[float | str | None, ...]:
-    """A row of pushes.csv, in the order of `traces.push_columns(columns)`."""
-    weight, *others = (row.info.get(column) for column in (*STANDARD_INFO, *columns))
+def push_values(row: PushRow, bytes_out: int, names: Sequence[str]) -> tuple[float | str | None, ...]:
+    """A row of pushes.csv, in the order of `traces.push_columns`; `names` are the keys of the info it holds."""
+    weight, *others = map(row.info.get, names)
     return (
         row.t_s,
         row.worker,

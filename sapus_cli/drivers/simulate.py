@@ -20,12 +20,13 @@ from sapus_cli import registry, traces
 from sapus_cli.cluster import MOST_WORKERS, Direction, ServerTime, StepTimes
 from sapus_cli.codec import FLOAT32_BYTES, Declined, Leave, Push, State, encode
 from sapus_cli.drivers import roles
-from sapus_cli.drivers.control import Ended, Measured
+from sapus_cli.drivers.control import Ended, Measured, WorkerTotals
 from sapus_cli.drivers.pool import Progress
 from sapus_cli.drivers.record import close_record, first_record
 from sapus_cli.drivers.server import Traffic, push_values, save_checkpoint, state_sha256
 from sapus_cli.errors import UserError
 from sapus_cli.protocol import Phase, ServerCore, WorkerCore
+from sapus_cli.strategy import STANDARD_INFO
 from sapus_cli.trainer import FlatModel, OptimizerSpec, Trainer, evaluator_of, trainer_of
 from sapus_cli.workloads import check_names, check_partition
 from sapus_cli.workloads import data as workload_data
@@ -87,7 +88,7 @@ class Simulation:
         self._down = Direction(config.cluster.link, config.cluster.wire_scale)
         self._thread = ServerTime()
         self._cpu_s = 0.0
-        self._totals = Traffic()
+        self._traffic = [Traffic() for _ in range(config.workers)]
         self._evals: list[Measured] = []
         self._n_evals = 0
         self._stopping = False
@@ -173,7 +174,7 @@ class Simulation:
         # The memory of this machine must not decide anything.
         setting = roles.setting(config)._replace(memory_bytes=math.inf)
         self._server = ServerCore(strategy, x0, config.workers, setting)
-        self._columns = strategy.columns
+        self._info_names = (*STANDARD_INFO, *strategy.columns)
 
     def _simulate(self) -> None:
         for rank in range(len(self._workers)):
@@ -280,8 +281,9 @@ class Simulation:
             self._at(arrives, self._arrived, worker, push, vector, self._profile.scaled(size))
 
     def _arrived(self, worker: _Worker, push: Push, vector: Vec, n_bytes: int) -> None:
-        self._totals.rx_bytes += n_bytes
-        self._totals.rx_frames += 2
+        traffic = self._traffic[worker.core.worker]
+        traffic.rx_bytes += n_bytes
+        traffic.rx_frames += 2
         if not worker.dead:
             self._at(self._occupy_server(n_bytes), self._apply, worker, push, vector, n_bytes)
 
@@ -306,15 +308,16 @@ class Simulation:
             payload = 0 if reply.vector is None else FLOAT32_BYTES * self._elements
             size = len(encode(reply.message)) + payload
             n_bytes = self._profile.scaled(size)
-            self._totals.tx_bytes += n_bytes
-            self._totals.tx_frames += 1 if reply.vector is None else 2
+            traffic = self._traffic[reply.worker]
+            traffic.tx_bytes += n_bytes
+            traffic.tx_frames += 1 if reply.vector is None else 2
             arrives = self._down.deliver_at(self._occupy_server(n_bytes), size)
             # What goes to many at once is copied once: its receivers only read it.
             if reply.vector is not sent:
                 sent, copy = reply.vector, None if reply.vector is None else reply.vector.clone()
             self._at(arrives, self._receive, self._workers[reply.worker], reply.message, copy)
             if reply.row is not None:
-                self._pushes.row(push_values(reply.row, n_bytes, self._columns))
+                self._pushes.row(push_values(reply.row, n_bytes, self._info_names))
 
     def _receive(self, worker: _Worker, message: State | Declined, vector: Vec | None) -> None:
         if worker.dead:
@@ -345,7 +348,7 @@ class Simulation:
     def _let_go(self, rank: int, reason: str) -> None:
         replies, row = self._server.leave(rank, self._now)
         if row is not None:
-            self._pushes.row(push_values(row, 0, self._columns))
+            self._pushes.row(push_values(row, 0, self._info_names))
         self._event_trace.row((self._now, "leave", "worker", rank, reason))
         self._end_s = self._now
         self._reply(replies)
@@ -372,9 +375,9 @@ class Simulation:
         samples, version = self._server.samples, self._server.version
         self._evals.append(Measured(t_s, version, samples, loss, accuracy))
         self._eval_trace.row((t_s, version, samples, samples / self._n_train, loss, accuracy))
-        self._resources.row(
-            (t_s, "server", 0, self._cpu_s, None, None, self._totals.rx_bytes, self._totals.tx_bytes, None, None)
-        )
+        rx_bytes = sum(traffic.rx_bytes for traffic in self._traffic)
+        tx_bytes = sum(traffic.tx_bytes for traffic in self._traffic)
+        self._resources.row((t_s, "server", 0, self._cpu_s, None, None, rx_bytes, tx_bytes, None, None))
         target = self._config.target_accuracy
         if target is not None and accuracy >= target and self._reached_s is None:
             self._reached_s = t_s
@@ -398,13 +401,17 @@ class Simulation:
             samples=self._server.samples,
             steps=self._server.steps,
             pushes=self._server.received,
-            rx_bytes=self._totals.rx_bytes,
-            tx_bytes=self._totals.tx_bytes,
-            rx_frames=self._totals.rx_frames,
-            tx_frames=self._totals.tx_frames,
+            rx_bytes=sum(traffic.rx_bytes for traffic in self._traffic),
+            tx_bytes=sum(traffic.tx_bytes for traffic in self._traffic),
+            rx_frames=sum(traffic.rx_frames for traffic in self._traffic),
+            tx_frames=sum(traffic.tx_frames for traffic in self._traffic),
             evaluator_bytes=0,
             server_cpu_s=self._cpu_s,
             state_sha256=state_sha256(self._server.state.x),
             declined=self._server.declined,
             reached_s=self._reached_s,
+            workers=[
+                WorkerTotals(rank, steps, traffic.rx_bytes, traffic.tx_bytes)
+                for rank, (steps, traffic) in enumerate(zip(self._steps_received, self._traffic, strict=True))
+            ],
         )
