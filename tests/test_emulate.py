@@ -103,7 +103,7 @@ def test_a_budget_in_seconds_counts_from_the_release_and_not_from_the_first_stat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["bsp", "local-sgd-async", "ssp", "sapus", "easgd"])
+@pytest.mark.parametrize("strategy", ["bsp", "local-sgd-async", "sapus"])
 def test_a_worker_that_is_killed_is_missed_and_comes_back(tmp_path: Path, strategy: str) -> None:
     faults = (Fault("kill", 1, 1.2), Fault("restart", 1, 1.7))
     profile = ClusterProfile(step_s=0.02, link=Link(1e7, 0.001), faults=faults)

@@ -6,6 +6,8 @@ import polars as pl
 import pytest
 import shaping
 
+BOUND = 0.05
+
 
 def test_rounds_are_counted_from_one_end_to_another() -> None:
     # Eight pushes within half a second, every two seconds; the last round is cut short by the first that is done.
@@ -26,5 +28,8 @@ def test_an_emulated_link_gives_the_rounds_of_one_that_the_kernel_shapes(rate: s
     if reason := shaping.missing():
         pytest.skip(reason)
     with shaping.bench(rate) as both:
-        comparison = both.compare("asp", {}, seconds=2.5)
-    assert abs(comparison.difference) < 0.10, comparison
+        comparison = both.compare("asp", {}, seconds=2.5, repetitions=1)
+        if abs(comparison.difference) >= BOUND:
+            # A single run may be off on a busy machine; the middle one of three is not.
+            comparison = both.compare("asp", {}, seconds=2.5, repetitions=3)
+    assert abs(comparison.difference) < BOUND, comparison
