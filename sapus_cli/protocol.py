@@ -350,6 +350,10 @@ class ServerCore:
         """Ranks of the workers that have pushed or pulled and got no reply yet."""
         return {rank for rank, member in self._members.items() if member.joining or member.row is not None}
 
+    def has(self, worker: int) -> bool:
+        """Whether a worker has pulled and has not left."""
+        return worker in self._members
+
     def join(self, worker: int, now: float) -> list[Outgoing]:
         """Take the first pull of a worker. The first replies leave together, when the last worker has pulled.
 

@@ -226,7 +226,9 @@ h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--rule); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-size: 0.85rem; padding: 0.3rem 0; }
 th, td { padding: 0.3rem 0.8rem; text-align: right; vertical-align: top; border-bottom: 1px solid var(--rule); }
-th[scope="row"], thead th:first-child, details td { text-align: left; overflow-wrap: anywhere; }
+th[scope="row"], thead th:first-child, details td { text-align: left; }
+.wide th[scope="row"] { white-space: nowrap; }
+details th, details td { overflow-wrap: anywhere; }
 tbody th { font-weight: 600; }
 small { opacity: 0.8; white-space: nowrap; }
 figure { margin: 2rem 0; break-inside: avoid; }

@@ -119,6 +119,20 @@ def test_a_worker_that_is_killed_is_missed_and_comes_back(tmp_path: Path, strate
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_a_worker_that_is_killed_on_its_way_back_is_not_waited_for(tmp_path: Path, again: bool) -> None:  # noqa: FBT001
+    # The second kill follows its start at once, so that it has not greeted yet.
+    faults = [Fault("kill", 1, 0.5), Fault("restart", 1, 0.6), Fault("kill", 1, 0.6000001)]
+    faults += [Fault("restart", 1, 0.7)] if again else []
+    profile = ClusterProfile(step_s=0.02, faults=tuple(faults))
+    outcome = launch(tmp_path, strategy="bsp", workers=2, steps=60, cluster=profile)
+    assert outcome.record["status"] == "finished"
+    steps = {worker["rank"]: worker["steps"] for worker in outcome.record["totals"]["workers"]}
+    assert steps[0] == 60
+    assert (steps[1] == 60) is again
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_for_good_leaves_the_rest_to_finish(tmp_path: Path) -> None:
     profile = ClusterProfile(step_s=0.02, faults=(Fault("kill", 0, 0.5), Fault("kill", 1, 60.0)))
     outcome = launch(tmp_path, strategy="bsp", steps=60, cluster=profile)

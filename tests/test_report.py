@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -157,6 +158,30 @@ def test_colours_follow_the_page(source: str) -> None:
 
 
 @pytest.mark.usefixtures("_inside", "_quick")
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1100, 600])
+def test_a_browser_lays_it_out_legibly(source: str, tmp_path: Path, width: int) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium here")
+    # The page has no script of its own; this one says how wide the page is, and how high each heading of a row.
+    measure = (
+        "<script>document.title = [document.documentElement.scrollWidth - innerWidth, ...Array.from("
+        "document.querySelectorAll('.wide tbody th'), cell => cell.offsetHeight)].join(' ')</script></body>"
+    )
+    (tmp_path / "page.html").write_text(source.replace("</body>", measure))
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
+    command = [browser, *words, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "page.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    title = re.search(r"<title>([-0-9 ]+)</title>", done.stdout)
+    assert title is not None
+    beyond, *heights = map(int, title[1].split())
+    assert beyond <= 0
+    # Two lines at most: a name, or a cell beside it with its interval.
+    assert heights
+    assert max(heights) < 80
+
+
 def test_one_group_alone_has_a_page_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_line(["report", "r/a", "-o", "one.html"]) == 0
     assert "Nothing differs between the runs" in Page(Path("one.html").read_text()).text

@@ -201,9 +201,10 @@ class Server:
             EOFError: the launcher is gone.
         """
         while not self._over:
-            if self._wait():
+            launcher_spoke = self._wait()
+            self._drain()  # first, so that what a dead worker had sent is here before the news of its death
+            if launcher_spoke:
                 self._hear()
-            self._drain()
             self._deliver()
             self._tick()
         return self._ended()
@@ -226,7 +227,7 @@ class Server:
         line = hear(self._launcher)
         if isinstance(line, Halt):
             self._halt()
-        elif isinstance(line, Gone) and not self._workers[line.rank].left:
+        elif isinstance(line, Gone):
             self._bury(self._workers[line.rank])
 
     def _deliver(self) -> None:
@@ -400,9 +401,14 @@ class Server:
 
     def _bury(self, peer: Peer) -> None:
         """Go on without a worker that is dead. What it had sent and the link still holds is lost with it."""
+        self._returning.discard(peer.rank)
         if any(f.kind == "restart" and f.worker == peer.rank and f.at_s > self.now for f in self._profile.faults):
             self._returning.add(peer.rank)
-        self._let_go(peer, "dead")
+        if self.core.has(peer.rank):
+            self._let_go(peer, "dead")
+        else:  # it was on its way back
+            peer.left = True
+            self._end_if_all_left()
 
     def _let_go(self, peer: Peer, reason: str) -> None:
         replies, row = self.core.leave(peer.rank, self.now)
@@ -411,6 +417,9 @@ class Server:
             self._write(row, 0)
         self._answer(replies)
         self._tell_event("leave", peer.rank, reason)
+        self._end_if_all_left()
+
+    def _end_if_all_left(self) -> None:
         if all(worker.left for worker in self._workers.values()) and self.core.started and not self._returning:
             self._end()
 
@@ -459,29 +468,30 @@ class Server:
         if isinstance(message, State):
             message = msgspec.structs.replace(message, link_s=due - self.now)
         snapshot = None if vector is None else vector.clone()
-        self._line.put(due, partial(self._pass_on, peer.identity, message, snapshot))
+        self._line.put(due, partial(self._pass_on, peer.identity, encode(message), snapshot))
         return self._count_sent(peer.identity, n_bytes, 1 if vector is None else 2)
 
     def _send(self, identity: bytes, message: FromServer, vector: Vec | None = None) -> int:
         """Send a message, `vector` as it is now; returns what it counts as on the link."""
-        if not self._pass_on(identity, message, vector, copy=True):
+        header = encode(message)
+        if not self._pass_on(identity, header, vector, copy=True):
             return 0
-        n_bytes = len(encode(message)) + (0 if vector is None else FLOAT32_BYTES * vector.numel())
+        n_bytes = len(header) + (0 if vector is None else FLOAT32_BYTES * vector.numel())
         return self._count_sent(identity, n_bytes, 1 if vector is None else 2)
 
-    def _pass_on(self, identity: bytes, message: FromServer, vector: Vec | None, *, copy: bool = False) -> bool:
+    def _pass_on(self, identity: bytes, header: bytes, vector: Vec | None, *, copy: bool = False) -> bool:
         """Hand a message to the socket; returns whether its client is there. What is not copied must not change."""
         try:
             self._socket.send(identity, zmq.SNDMORE)
             if vector is None:
-                self._socket.send(encode(message))
+                self._socket.send(header)
             else:
-                self._socket.send(encode(message), zmq.SNDMORE)
+                self._socket.send(header, zmq.SNDMORE)
                 self._socket.send(raw(vector), 0, copy=copy)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            log.warning("a client is gone, %s was not sent", type(message).__name__)
+            log.warning("a client is gone, a message of %d bytes was not sent", len(header))
             return False
         return True
 
