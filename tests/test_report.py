@@ -157,7 +157,6 @@ def test_colours_follow_the_page(source: str) -> None:
     assert "@media print" in source
 
 
-@pytest.mark.usefixtures("_inside", "_quick")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1100, 600])
 def test_a_browser_lays_it_out_legibly(source: str, tmp_path: Path, width: int) -> None:
@@ -182,6 +181,7 @@ def test_a_browser_lays_it_out_legibly(source: str, tmp_path: Path, width: int) 
     assert max(heights) < 80
 
 
+@pytest.mark.usefixtures("_inside", "_quick")
 def test_one_group_alone_has_a_page_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_line(["report", "r/a", "-o", "one.html"]) == 0
     assert "Nothing differs between the runs" in Page(Path("one.html").read_text()).text
