@@ -235,6 +235,11 @@ class Group:
         """Name of the strategy."""
         return self.runs[0].strategy
 
+    @property
+    def name(self) -> str:
+        """The label, marked if a run of the group is not finished."""
+        return self.label + ("" if all(run.finished for run in self.runs) else " *")
+
     @functools.cached_property
     def setting(self) -> dict[str, Any]:
         """What all of its runs share, strategy and hyper-parameters aside; see `setting_of`."""
@@ -279,7 +284,7 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         key = {"strategy": run.strategy, "hyper": run.hyper_parameters, "setting": setting_of(run)}
-        by_key.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
+        by_key.setdefault(json.dumps(_plain_values(key), sort_keys=True, default=str), []).append(run)
     groups = sorted((_group(members) for members in by_key.values()), key=_order)
     by_label: dict[str, list[Group]] = {}
     for group in groups:
@@ -288,6 +293,13 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
         if len(same) > 1:
             _tell_apart(same)
     return groups
+
+
+def _plain_values(value: Any) -> Any:
+    """The same with 1 for 1.0, and without what is None: a version that does not know a key means that."""
+    if isinstance(value, dict):
+        return {key: _plain_values(inner) for key, inner in value.items() if inner is not None}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _group(members: list[Run]) -> Group:
@@ -342,7 +354,7 @@ def _differing(facts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
         return value[:8]
     return "none" if value is None else str(value)
@@ -440,10 +452,10 @@ def best_accuracy(run: Run) -> float | None:
     return max(curve(run)[1], default=None)
 
 
-def bytes_by(run: Run, seconds: float) -> float | None:
-    """Bytes that the server had received and sent `seconds` after the start, interpolated between its samples.
+def bytes_over_time(run: Run) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Seconds since the start, and the bytes that the server had received and sent by then, shapes (n,) each.
 
-    Before the first sample it is the first, after the last one what the run ended with. None without samples.
+    These are its samples and, if they end before the run did, what the run ended with.
     """
     import numpy as np  # noqa: PLC0415
 
@@ -453,6 +465,17 @@ def bytes_by(run: Run, seconds: float) -> float | None:
     if end_s is not None and "rx_bytes" in totals and (not len(t_s) or end_s > t_s[-1]):
         t_s = np.append(t_s, end_s)
         n_bytes = np.append(n_bytes, totals["rx_bytes"] + totals["tx_bytes"])
+    return t_s, n_bytes.astype(float)
+
+
+def bytes_by(run: Run, seconds: float) -> float | None:
+    """Bytes that the server had received and sent `seconds` after the start, interpolated between its samples.
+
+    Before the first sample it is the first, after the last one what the run ended with. None without samples.
+    """
+    import numpy as np  # noqa: PLC0415
+
+    t_s, n_bytes = bytes_over_time(run)
     return float(np.interp(seconds, t_s, n_bytes)) if len(t_s) else None
 
 
@@ -858,7 +881,8 @@ def _relative(metric: Metric, own: dict[int, tuple[float, Bound]], base: dict[in
     over, under = (base, own) if metric.inverse else (own, base)
     common = sorted(over.keys() & under.keys())
     bound = _joint({_bound_of_ratio(over[seed][1], under[seed][1]) for seed in common})
-    if bound == "?":
+    # Of a divisor that is only known to be above 0 nothing follows.
+    if bound == "?" or any(under[seed] == (0.0, ">") for seed in common):
         return Estimate(None, n=len(common), bound="?")
     ratio = ratio_interval({seed: over[seed][0] for seed in common}, {seed: under[seed][0] for seed in common})
     if bound:
@@ -866,7 +890,7 @@ def _relative(metric: Metric, own: dict[int, tuple[float, Bound]], base: dict[in
     if metric.inverse or ratio.value is None:
         return ratio
     low, high = (None if end is None else 100 * (1 - end) for end in (ratio.high, ratio.low))
-    return Estimate(100 * (1 - ratio.value), low, high, ratio.n, _FLIPPED[ratio.bound])
+    return Estimate(100 * (1 - ratio.value), low, high, ratio.n)
 
 
 def _bound_of_ratio(over: Bound, under: Bound) -> Bound:
@@ -973,6 +997,7 @@ def compare(
     metrics: Sequence[str] = tuple(METRICS),
     sort: str = "time",
     force: bool = False,
+    alone: bool = False,
 ) -> Comparison:
     """Compare groups of runs; see `table` for the figures.
 
@@ -983,13 +1008,14 @@ def compare(
         metrics: figures wanted.
         sort: metric whose best value comes first.
         force: compare what `fairness` refuses.
+        alone: a single group will do; it gets no ratios.
 
     Raises:
         UserError: there is one group only, or runs that cannot be compared, or no such target or baseline.
         DamagedFileError: a trace that is needed is damaged.
     """
     groups = group_runs(runs)
-    if len(groups) == 1:
+    if len(groups) == 1 and not alone:
         (group,) = groups
         raise UserError(
             f"there is one group only, {group.label} ({_counted(len(group.runs), 'seed')}), so nothing to compare; "
@@ -1006,6 +1032,8 @@ def compare(
         chosen = Target(target, "as asked")
     missing = baseline is None and not any(group.strategy == "bsp" for group in groups)
     base = None if missing else baseline or "bsp"
+    if len(groups) == 1:
+        base, metrics = None, [name for name in metrics if not METRICS[name].relative_to]
     names = list(dict.fromkeys([*metrics, sort]))
     rows = table(groups, chosen.accuracy, base, names)
     rows.sort(key=lambda row: _rank(row, sort))
@@ -1036,6 +1064,11 @@ def _notes(rows: list[Row], target: float) -> list[str]:
         if len(row.group.runs) < LEAST_SEEDS:
             few.setdefault(len(row.group.runs), []).append(row.group.label)
     notes += [f"n={n}, no interval: {', '.join(labels)}" for n, labels in sorted(few.items())]
+    for row in rows:
+        known = min((cell.n for cell in row.cells.values() if cell.n), default=0)
+        if 0 < known < len(row.group.runs):
+            n_seeds = _counted(len(row.group.runs), "seed")
+            notes.append(f"{row.group.label}: some figures are of {known} of {n_seeds} only, for want of data")
     for row in rows:
         if row.group.repeats:
             names = ", ".join(run.name for run in row.group.repeats)

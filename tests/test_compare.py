@@ -14,6 +14,7 @@ import pytest
 from processes import sapus
 from runs import make_run
 
+from sapus_cli import analysis
 from sapus_cli.analysis import METRICS
 from sapus_cli.cli import run_line
 
@@ -144,13 +145,51 @@ def test_latex(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "first"), [("time", "asp"), ("speedup", "asp"), ("bytes", "asp"), ("accuracy", "asp"), ("seeds", "asp")]
+    ("metric", "order"),
+    [
+        ("time", ["ssp", "bsp", "asp", "dssp"]),
+        ("speedup", ["ssp", "bsp", "asp", "dssp"]),
+        ("accuracy", ["asp", "bsp", "ssp", "dssp"]),
+    ],
 )
-def test_the_best_comes_first(results: Path, capsys: pytest.CaptureFixture[str], metric: str, first: str) -> None:
+def test_the_best_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str, order: list[str]
+) -> None:
+    # 70 % after 7, 3.5 and 1.75 s; dssp never gets there.
+    for name, seconds, final in (("asp", 10.0, 1.0), ("bsp", 4.0, 0.8), ("ssp", 1.875, 0.75), ("dssp", 5.0, 0.5)):
+        make_run(tmp_path / name, name, evals=((0.0, 0.0), (seconds, final)))
     words = ["--target", "0.7", "--format", "csv", "--sort", metric, "--metrics", "time"]
-    rows = list(csv.DictReader(io.StringIO(out(capsys, str(results), *words))))
-    assert rows[0]["group"] == first
+    rows = list(csv.DictReader(io.StringIO(out(capsys, str(tmp_path), *words))))
+    assert [row["group"] for row in rows] == order
     assert "speedup" not in rows[0]
+
+
+def test_learning_rates_that_look_alike_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "a", "bsp", evals=((0.0, 0.0), (10.0, 1.0)), config={"lr": 0.0316227766})
+    make_run(tmp_path / "b", "bsp", evals=((0.0, 0.0), (2.0, 1.0)), config={"lr": 0.0316228})
+    text = out(capsys, str(tmp_path), "--target", "0.5", "--metrics", "time", "--format", "csv")
+    rows = {row["group"]: row for row in csv.DictReader(io.StringIO(text))}
+    assert {label: float(row["time_s"]) for label, row in rows.items()} == {
+        "bsp lr=0.0316227766": 5.0,
+        "bsp lr=0.0316228": 1.0,
+    }
+
+
+def test_values_that_are_equal_make_one_group(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "bsp", 0, config={"momentum": 0, "new_option": None})
+    make_run(tmp_path / "b", "bsp", 1, config={"momentum": 0.0})
+    make_run(tmp_path / "c", "asp", 0)
+    assert [group.seeds for group in analysis.group_runs(analysis.load_runs([tmp_path]))] == [[0], [0, 1]]
+
+
+def test_of_a_run_that_failed_at_once_no_ratio_follows(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"b{seed}", "bsp", seed, evals=((0.0, 0.0), (10.0, 1.0)))
+        late = ((0.0, 0.1),) if seed == 2 else ((0.0, 0.0), (5.0, 1.0))
+        make_run(tmp_path / f"a{seed}", "asp", seed, evals=late, status="failed" if seed == 2 else "finished")
+    rows = analysis.compare(analysis.load_runs([tmp_path]), target=0.5, metrics=["speedup"]).rows
+    speedup = next(row.cells["speedup"] for row in rows if row.group.strategy == "asp")
+    assert (speedup.value, speedup.bound) == (None, "?")
 
 
 # --- notes

@@ -105,6 +105,19 @@ def test_accuracy_is_the_mean_of_the_seeds_within_their_band(tmp_path: Path) -> 
     assert axes.get_ylim()[0] == pytest.approx((10 + 50) / 2), "half way up to the end"
 
 
+def test_a_run_that_collapses_stays_in_view(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "bsp", evals=[(0, 0.1), (2, 0.9), (4, 0.1)])
+    make_run(tmp_path / "b", "asp", evals=[(0, 0.1), (2, 0.9), (4, 0.95)])
+    (axes,) = draw("accuracy", tmp_path).axes
+    assert axes.get_ylim()[0] <= 10
+
+
+def test_the_seeds_behind_a_line_are_counted(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "bsp", 0, evals=[(0, 0.1), (2, 0.9)])
+    make_run(tmp_path / "b", "bsp", 1, evals=[], status="failed")
+    assert "bsp: 1 of 2 seeds have evaluations." in canvas.caption_of(draw("accuracy", tmp_path))
+
+
 @pytest.mark.parametrize(
     ("x", "expected", "label"),
     [
@@ -408,7 +421,7 @@ def test_every_kind_is_drawn_or_says_in_a_line_why_not(tmp_path: Path, make: Any
     assert all("\n" not in text for text in refused.values())
     # Nothing is said of weights by runs whose rows have none.
     expected = {"weights"} if make is _with_other_workers else {"weights", "scaling"}
-    assert set(refused) - {"speedup"} == expected
+    assert set(refused) == expected
     assert "pushes.csv has no row with `weight` (bsp" in refused["weights"]
 
 

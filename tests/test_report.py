@@ -184,7 +184,9 @@ def test_a_browser_lays_it_out_legibly(source: str, tmp_path: Path, width: int) 
 @pytest.mark.usefixtures("_inside", "_quick")
 def test_one_group_alone_has_a_page_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_line(["report", "r/a", "-o", "one.html"]) == 0
-    assert "Nothing differs between the runs" in Page(Path("one.html").read_text()).text
+    text = Page(Path("one.html").read_text()).text
+    assert "Nothing differs between the runs" in text
+    assert "n=1, no interval: bsp" in text
     assert capsys.readouterr().err == ""
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from sapus_cli.analysis import Comparison, Estimate, Group, Metric
+    from sapus_cli.analysis import Comparison, Estimate, Metric
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -108,10 +108,6 @@ def _metrics(text: str | None, form: Format) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _label(group: Group) -> str:
-    return group.label + ("" if all(run.finished for run in group.runs) else " *")
-
-
 def _number(value: float) -> str:
     """Three digits that say something, and no more than two behind the point from 1 on."""
     size = abs(value)
@@ -189,9 +185,7 @@ def _heading_lines(metric: Metric) -> tuple[str, str]:
 
 
 def _label_width(result: Comparison, width: int) -> int:
-    return min(
-        max(len(text) for text in ("strategy", *(_label(row.group) for row in result.rows))), max(12, width // 3)
-    )
+    return min(max(len(text) for text in ("strategy", *(row.group.name for row in result.rows))), max(12, width // 3))
 
 
 def _that_fit(result: Comparison, width: int) -> list[list[str]]:
@@ -227,7 +221,7 @@ def _print_columns(console: Console, result: Comparison, names: list[str]) -> No
     for row in result.rows:
         texts = ((_value(METRICS[name], row.cells[name]), _interval(METRICS[name], row.cells[name])) for name in names)
         cells = [Text.assemble(value, "\n", (ends, "dim")) if ends else Text(value) for value, ends in texts]
-        grid.add_row(Text(_label(row.group)), *cells)
+        grid.add_row(Text(row.group.name), *cells)
     console.print(grid)
     console.print()
 
@@ -285,7 +279,7 @@ def texts(result: Comparison) -> list[list[str]]:
     lines = [["strategy", *(_heading(metric) for _, metric in metrics)]]
     for row in result.rows:
         cells = [f"{_value(m, row.cells[name])} {_interval(m, row.cells[name])}".strip() for name, m in metrics]
-        lines.append([_label(row.group), *cells])
+        lines.append([row.group.name, *cells])
     return lines
 
 

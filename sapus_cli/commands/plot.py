@@ -199,6 +199,10 @@ def groups_of(runs: Sequence[str]) -> list[Group]:
     refused = [str(difference) for difference in differences if difference.refuses]
     if refused:
         raise UserError(f"the runs cannot be compared: {'; '.join(refused)}; choose runs that agree")
+    for group in groups:
+        if group.repeats:
+            names = ", ".join(run.name for run in group.repeats)
+            typer.echo(f"sapus: of several runs of a seed the newest is drawn, so not {names}", err=True)
     for difference in differences:
         typer.echo(f"sapus: warning: {difference}", err=True)
     return groups

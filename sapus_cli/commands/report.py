@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +11,6 @@ from sapus_cli.commands.compare import DEFAULT_METRICS, about, texts
 from sapus_cli.commands.plot import groups_of
 from sapus_cli.commands.selection import Baseline, Drawn, Target, accuracy
 from sapus_cli.figures import Request, write
-
-if TYPE_CHECKING:
-    from sapus_cli.analysis import Comparison, Group
 
 EXAMPLES = "Examples:\n\nsapus report results/suite\n\nsapus report results/2026* --target 95% -o comparison.html"
 METRICS = (*DEFAULT_METRICS, "throughput", "interval", "staleness")
@@ -27,32 +24,18 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page.")] = Path("report.html"),
 ) -> int:
     """Write one HTML page of runs, to send around: the comparison, the figures, and what each run was made with."""
-    from sapus_cli import report  # noqa: PLC0415 - heavy imports wait until they are needed
+    from sapus_cli import analysis, report  # noqa: PLC0415 - heavy imports wait until they are needed
 
     wanted = None if target is None else accuracy(target)
     groups = groups_of(runs or [])
-    result = _compared(groups, wanted, baseline)
+    runs_of = [run for group in groups for run in (*group.runs, *group.repeats)]
+    result = analysis.compare(runs_of, target=wanted, baseline=baseline, metrics=METRICS, alone=True)
     drawn, left_out = report.draw_all(groups, Request(target=result.target.accuracy, baseline=baseline or "bsp"))
     facts = [*about(result), *result.notes]
     page = report.html(report.Page(texts(result), facts, result.warnings, groups, drawn, left_out))
     write(output, page.encode())
     typer.echo(f"Wrote {output}")
     return 0
-
-
-def _compared(groups: list[Group], target: float | None, baseline: str | None) -> Comparison:
-    """The comparison; of a single group its figures alone, where `sapus compare` has nothing to say."""
-    from sapus_cli import analysis  # noqa: PLC0415
-
-    runs = [run for group in groups for run in (*group.runs, *group.repeats)]
-    if len(groups) > 1:
-        return analysis.compare(runs, target=target, baseline=baseline, metrics=METRICS)
-    if target is not None:
-        analysis.check_target(groups, target)
-    chosen = analysis.default_target(groups) if target is None else analysis.Target(target, "as asked")
-    metrics = [name for name in METRICS if not analysis.METRICS[name].relative_to]
-    rows = analysis.table(groups, chosen.accuracy, None, metrics)
-    return analysis.Comparison(rows, chosen, None, metrics, [], [])
 
 
 command.__name__ = "report"

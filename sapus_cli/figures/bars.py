@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from sapus_cli import analysis
 from sapus_cli.figures import data
 from sapus_cli.figures.style import mix
-from sapus_cli.figures.view import WHISKER, View, name, nothing, percent
+from sapus_cli.figures.view import WHISKER, View, nothing, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ def _bars(axes: Axes, view: View, bars: Sequence[tuple[Group, Estimate]], unit: 
             f"{cell.bound} {data.number(cell.value)}{unit}".strip(), (end, place), (0.4 * view.theme.size, 0),
             textcoords="offset points", va="center", size=0.9 * view.theme.size,
         )  # fmt: skip
-    axes.set_yticks(range(len(bars)), [name(group) for group, _ in bars])
+    axes.set_yticks(range(len(bars)), [group.name for group, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
@@ -68,9 +68,6 @@ def speedup(figure: Figure, view: View) -> Sheet:
     """Speed-up of every group over the baseline in time to the target."""
     rows = analysis.table(view.groups, view.target, view.request.baseline, ["speedup"])
     bars = _best_first([(row.group, row.cells["speedup"]) for row in rows])
-    if all(cell.value is None for _, cell in bars):
-        why = f"no run took any time to {view.target:.2%} that could be compared with that of {view.request.baseline}"
-        raise nothing(view.groups, "speed-up", why)
     axes = figure.subplots()
     _bars(axes, view, bars, "x")
     axes.axvline(1, color=view.theme.ink, linewidth=view.thin, linestyle=(0, (3, 2)), zorder=0.9)
@@ -81,7 +78,7 @@ def speedup(figure: Figure, view: View) -> Sheet:
         [],
         view.over_seeds(f"Bar: geometric mean over the seeds that both have; {WHISKER}"),
         *(["Hatched: a run did not reach the target, so the true value is above (>) or below (<)."] if bounded else []),
-        *(["?: neither reached it."] if any(cell.bound == "?" for _, cell in bars) else []),
+        *(["?: it cannot be told."] if any(cell.bound == "?" for _, cell in bars) else []),
     )
 
 

@@ -57,6 +57,8 @@ def _evals(figure: Figure, view: View, y: str, scale: float) -> tuple[Axes, list
         if band is None or not len(band.x):
             notes.append(f"{group.label} has no evaluation that all its seeds cover.")
             continue
+        if len(curves) < len(group.runs):
+            notes.append(f"{group.label}: {len(curves)} of {len(group.runs)} seeds have evaluations.")
         scaled = data.Band(band.x, *(scale * values for values in band[1:]))
         _curve(axes, view, group, scaled)
         keys.append(view.key(group))
@@ -85,7 +87,7 @@ def accuracy(figure: Figure, view: View) -> Sheet:
 def _without_the_start(axes: Axes) -> None:
     """Begin the axis half way up to where the least of the curves ends: what is compared is how they end."""
     means = [np.asarray(line.get_ydata(), float) for line in axes.lines if len(np.asarray(line.get_ydata())) > 1]
-    start, end = min((y.min() for y in means), default=0.0), min((y.max() for y in means), default=0.0)
+    start, end = min((y.min() for y in means), default=0.0), min((y[-1] for y in means), default=0.0)
     axes.set_ylim(bottom=(start + end) / 2 if end > start else None)
 
 

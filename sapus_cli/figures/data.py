@@ -57,21 +57,15 @@ def evaluations(run: Run, y: str, x: str) -> tuple[Floats, Floats]:
     frame = frame.sort("t_s", maintain_order=True)
     seconds = frame["t_s"].to_numpy().astype(float)
     if x == "bytes":
-        if run.server.is_empty():
+        t_s, n_bytes = analysis.bytes_over_time(run)
+        if not len(t_s):
             return np.empty(0), np.empty(0)
-        across = _bytes_at(run, seconds)
+        across = np.interp(seconds, t_s, n_bytes)
     else:
         across = seconds if x == "time" else frame[x].to_numpy().astype(float)
     values = frame[y].to_numpy().astype(float)
     last = np.append(across[1:] != across[:-1], True) if len(across) else np.zeros(0, dtype=bool)
     return across[last], values[last]
-
-
-def _bytes_at(run: Run, seconds: Floats) -> Floats:
-    server = run.server
-    totals = (server["rx_bytes"] + server["tx_bytes"]).to_numpy().astype(float)
-    at: Floats = np.interp(seconds, server["t_s"].to_numpy(), totals)
-    return at
 
 
 def rates(runs: Sequence[Run], column: str, scale: float) -> Band | None:

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from sapus_cli.errors import UserError
 from sapus_cli.figures import data
 from sapus_cli.figures.style import mix
-from sapus_cli.figures.view import View, name, nothing
+from sapus_cli.figures.view import View, nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -120,7 +120,7 @@ def _panels(figure: Figure, view: View, groups: Sequence[Group]) -> list[Axes]:
         axes.remove()
     letters = round(view.width_mm / columns / (0.24 * view.theme.size))
     for place, group in enumerate(groups):
-        grid[place].set_title(textwrap.fill(name(group), letters))
+        grid[place].set_title(textwrap.fill(group.name, letters))
         grid[place].xaxis.set_major_locator(MaxNLocator(5))
         if place + columns >= len(groups):
             grid[place].set_xlabel("time, s")
@@ -173,7 +173,7 @@ def timeline(figure: Figure, view: View) -> Sheet:
     for axes, group, workers, window in zip(panels, drawn, shown, windows, strict=True):
         _gantt(axes, view, group, list(workers.values()), window)
         axes.set_yticks(range(len(workers)), [str(rank) for rank in workers])
-        axes.set_title(name(group))
+        axes.set_title(group.name)
     panels[-1].set_xlabel("time, s")
     figure.supylabel("worker", size=view.theme.size)
     ink, paper = view.theme.ink, view.theme.paper

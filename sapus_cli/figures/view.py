@@ -104,18 +104,13 @@ class View:
         """The entry of a group in the legend."""
         color, marker, dash = self.looks[group.label]
         style = {"color": color, "marker": marker, "linestyle": dash} | more
-        return Line2D([], [], label=f"{name(group)}{text}", **style)
+        return Line2D([], [], label=f"{group.name}{text}", **style)
 
     def first(self, most: int) -> tuple[list[Group], list[str]]:
         """No more groups than fit, and a sentence if that leaves some out."""
         if len(self.groups) <= most:
             return self.groups, []
         return self.groups[:most], [f"The first {most} of {len(self.groups)} groups; name the runs to choose others."]
-
-
-def name(group: Group) -> str:
-    """The label, marked if a run of the group is not finished."""
-    return group.label + ("" if all(run.finished for run in group.runs) else " *")
 
 
 def percent(fraction: float) -> str:
