@@ -155,6 +155,10 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                     f"of {seconds:g} s; give an earlier time, or more seconds"
                 )
 
+    def comes_back(self, worker: int, kills: int) -> bool:
+        """Whether a worker is started again after it was killed for the `kills`-th time."""
+        return sum(fault.kind == "restart" and fault.worker == worker for fault in self.faults) >= kills
+
     @property
     def shapes(self) -> bool:
         """Whether the link holds messages up at all."""

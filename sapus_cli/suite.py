@@ -398,7 +398,7 @@ def name_of(config: RunConfig) -> str:
 def _worded(key: str, value: Value) -> str:
     if isinstance(value, str | bool):
         return f"{key}-{value}".lower().strip("-")
-    return f"{key}{value:g}"
+    return f"{key}{value:g}".replace("e+", "e")
 
 
 def _named(configs: Sequence[RunConfig]) -> list[Cell]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from processes import sapus
 
 import sapus_cli
 from sapus_cli.cli import run_line
+from sapus_cli.commands.view import say_json
 from strategies import REGISTRY
 
 if TYPE_CHECKING:
@@ -179,3 +182,8 @@ def test_every_page_tells_rule_source_and_each_hyper_parameter(capsys: pytest.Ca
     rows = [line for line in table if line and not line.startswith(" ")]
     assert rows
     assert all(len(row.split()) > 4 for row in rows), "name, type, default and a meaning"
+
+
+def test_json_has_null_for_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    say_json({"loss": math.nan, "steps": 3})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"loss": None, "steps": 3}

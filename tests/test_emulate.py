@@ -224,3 +224,14 @@ def test_what_arrives_during_a_step_is_taken_after_it() -> None:
     assert worker.run() == "done"
     assert [push.n_steps for push in client.pushes] == [1, 3, 3, 2]
     assert [push.exchange_s for push in client.pushes[1:]] == pytest.approx([0.04, 0.04, 0.04], abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restart", [0.5, 0.52, 30.0])
+def test_a_target_ends_the_run_whoever_is_dead_or_on_the_way_back(tmp_path: Path, restart: float) -> None:
+    faults = (Fault("kill", 1, 0.5), Fault("restart", 1, restart))
+    profile = ClusterProfile(step_s=0.03, faults=faults)
+    outcome = launch(tmp_path, strategy="asp", steps=2000, target_accuracy=0.3, eval_every_s=0.7, cluster=profile)
+    summary = outcome.record["summary"]
+    assert outcome.record["status"] == "finished"
+    assert summary["reached_s"] <= summary["seconds"] < 10

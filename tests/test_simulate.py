@@ -292,3 +292,22 @@ def test_a_target_that_is_reached_within_the_first_step_of_an_interval_ends_the_
     assert reached is not None
     # The step under way is the last one of each worker.
     assert record["totals"]["steps"] == record["totals"]["pushes"] == 2 * (int(reached / 0.05) + 1)
+
+
+def test_a_target_that_is_reached_ends_the_run_without_those_that_are_dead(tmp_path: Path) -> None:
+    faults = (Fault("kill", 1, 0.12), Fault("restart", 1, 300.0))
+    fields: dict[str, Any] = {"strategy": "asp", "steps": 5000, "target_accuracy": 0.3, "eval_every_s": 0.25}
+    folder = simulate(tmp_path, ClusterProfile(step_s=0.05, faults=faults), **fields)
+    summary = read_run(folder)["summary"]
+    assert summary["reached_s"] <= summary["seconds"] <= summary["reached_s"] + 0.06
+    last = read_trace(folder, "events")["detail"].to_list()[-1]
+    assert last == "restart at 300 s did not happen: the run ended first"
+
+
+def test_a_restart_at_the_time_of_the_kill_counts(tmp_path: Path) -> None:
+    faults = (Fault("kill", 1, 0.12), Fault("restart", 1, 0.12), Fault("kill", 1, 0.3))
+    folder = simulate(tmp_path, ClusterProfile(step_s=0.05, server=FREE_SERVER, faults=faults), strategy="asp", steps=9)
+    kinds = read_trace(folder, "events").filter(pl.col("rank") == 1)["kind"].to_list()
+    assert kinds == ["join", "fault", "leave", "restart", "join", "fault", "leave"]
+    # Steps at 0.05 and 0.1, and from 0.12 on at 0.17, 0.22 and 0.27.
+    assert read_run(folder)["totals"]["steps"] == 9 + 2 + 3

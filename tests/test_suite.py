@@ -14,6 +14,7 @@ from processes import Background, sapus, start
 
 from sapus_cli import suite
 from sapus_cli.analysis import find_runs
+from sapus_cli.config import RunConfig
 from sapus_cli.drivers.suite import Shelf
 from sapus_cli.errors import UserError
 from sapus_cli.suite import Cell, Suite, Tried, best_rate, read
@@ -464,13 +465,13 @@ def test_what_failed_is_reported_and_made_again_when_asked(tmp_path: Path) -> No
     assert done.stdout.splitlines()[0] == "1 of 2 runs finished"
     report = done.stderr[done.stderr.index("sapus: ") :].splitlines()
     assert report[0] == "sapus: 1 of 2 runs failed; to make them once more: sapus suite my.toml --retry"
-    assert report[1].startswith("asp_w2_custom_lr1e-30_s0: diverged: no worker pushes finite numbers")
+    assert report[1].startswith("asp_w2_custom_lr1e30_s0: diverged: no worker pushes finite numbers")
     again = sapus("suite", "my.toml", cwd=tmp_path)
     assert again.returncode == 1
     assert again.stderr.endswith(report[1] + "\n")
-    assert states(folder)["asp_w2_custom_lr1e-30_s0"] == ("failed", 1)
+    assert states(folder)["asp_w2_custom_lr1e30_s0"] == ("failed", 1)
     assert sapus("suite", "my.toml", "--retry", cwd=tmp_path).returncode == 1
-    assert states(folder) == {"asp_w2_custom_s0": ("finished", 1), "asp_w2_custom_lr1e-30_s0": ("failed", 2)}
+    assert states(folder) == {"asp_w2_custom_s0": ("finished", 1), "asp_w2_custom_lr1e30_s0": ("failed", 2)}
     path.write_text(path.read_text().replace("lr = [0.1, 1e30]", "lr = 0.1"))
     assert sapus("suite", "my.toml", cwd=tmp_path).returncode == 0
 
@@ -518,3 +519,27 @@ def test_on_the_real_clock_one_run_follows_the_other(tmp_path: Path) -> None:
     assert (first["clock"], second["clock"]) == ("real", "real")
     assert first["ended_at"] < second["started_at"]
     assert second["startup_s"] < first["startup_s"], "the start-up of a run is its own"
+
+
+def test_a_run_that_cannot_be_read_is_put_aside_and_not_deleted(tmp_path: Path) -> None:
+    cell = Cell("bsp_w2_s0", RunConfig(strategy="bsp", workers=2, steps=1))
+    place = tmp_path / cell.name
+    place.mkdir()
+    (place / "run.json").write_text('{"schema_version": 99, "status": "finished"}')
+    shelf = Shelf(tmp_path, "virtual")
+    assert shelf.standing(cell) == "waiting"
+    assert shelf.tidy([cell], retry=True) == [cell.name]
+    assert (tmp_path / ".aside" / cell.name / "run.json").is_file()
+    assert shelf.tidy([cell], retry=True) == []
+
+
+def test_a_link_to_a_half_done_run_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    cell = Cell("bsp_w2_s0", RunConfig(strategy="bsp", workers=2, steps=1))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder = tmp_path / "suite"
+    folder.mkdir()
+    (folder / cell.name).symlink_to(elsewhere)
+    assert Shelf(folder, "virtual").tidy([cell], retry=False) == []
+    assert elsewhere.is_dir()
+    assert not (folder / cell.name).is_symlink()

@@ -72,6 +72,18 @@ def test_unknown_strategies_and_profiles_create_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_runs_that_would_collide_are_refused_before_any_is_made(tmp_path: Path) -> None:
+    (tmp_path / "kept" / "ssp-real").mkdir(parents=True)
+    for line, text in (
+        ("validate 8xgpu-1g --strategies bsp,bsp", "bsp is named twice"),
+        ("validate 8xgpu-1g --strategies bsp,ssp --results kept", "has a run of ssp already"),
+    ):
+        done = sapus(*line.split(), cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert text in done.stderr
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["ssp-real"]
+
+
 def test_calibrate_refuses_a_file_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("")
     done = sapus("calibrate", "-o", "mine.toml", cwd=tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -71,6 +70,7 @@ def _one(config: RunConfig, results: Path, name: str | None, *, quiet: bool, as_
 
 
 def _several(configs: list[RunConfig], results: Path, jobs: int, *, quiet: bool, as_json: bool) -> int:
+    from sapus_cli.commands.view import say_json  # noqa: PLC0415 - heavy imports wait until they are needed
     from sapus_cli.drivers.pool import Cell, Pool  # noqa: PLC0415
 
     with _View(len(configs), silent=quiet or as_json) as shown:
@@ -79,7 +79,7 @@ def _several(configs: list[RunConfig], results: Path, jobs: int, *, quiet: bool,
     ended = [observer.results[config.seed] for config in configs]
     if as_json:
         facts = [_facts(config, result) for config, result in zip(configs, ended, strict=True)]
-        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        say_json(facts)
     elif not quiet:
         _print_table(ended)
     failed = [

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,6 +59,11 @@ def command(
 
     for one in configs:
         registry.build(one.strategy, one.params)
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--strategies {config.strategy}: {name} is named twice; name each once")
+        if results is not None and any((results / f"{name}-{clock}").exists() for clock in CLOCKS):
+            raise UserError(f"--results {results}: has a run of {name} already; choose another folder")
     folder = results or Path(tempfile.mkdtemp(prefix="sapus-validate-"))
     try:
         pairs = _run(configs, folder)
@@ -69,7 +72,9 @@ def command(
         if results is None:
             shutil.rmtree(folder, ignore_errors=True)
     if as_json:
-        sys.stdout.write(json.dumps({"target": target, "rows": rows}, indent=2) + "\n")
+        from sapus_cli.commands.view import say_json  # noqa: PLC0415
+
+        say_json({"target": target, "rows": rows})
     else:
         _print(config, rows)
     return 0
@@ -119,16 +124,16 @@ def _virtual(config: RunConfig, folder: Path, bar: Progress) -> Path:
     return path
 
 
-def _compare(pairs: Sequence[tuple[Run, Run]]) -> tuple[float | None, list[dict[str, Any]]]:
+def _compare(pairs: Sequence[tuple[Run, Run]]) -> tuple[float, list[dict[str, Any]]]:
     """The target accuracy, and a row for each strategy and metric."""
     from sapus_cli.analysis import best_accuracy, time_to  # noqa: PLC0415
 
     bests = [best for pair in pairs for run in pair if (best := best_accuracy(run)) is not None]
-    target = int(200 * (min(bests) - BELOW_BEST)) / 200 if bests else None
+    target = max(0.0, int(200 * (min(bests) - BELOW_BEST)) / 200) if bests else 0.0
     rows = []
     for pair in pairs:
         for name, values in {
-            f"time to {target:.1%}" if target else "time": [time_to(run, target or 0.0).seconds for run in pair],
+            f"time to {target:.1%}": [time_to(run, target).seconds for run in pair],
             "samples/s": [run.summary["samples_per_s"] for run in pair],
             "GB, both ways": [
                 (run.record["totals"]["rx_bytes"] + run.record["totals"]["tx_bytes"]) / 1e9 for run in pair

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import sys
@@ -10,6 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -279,7 +279,12 @@ def print_outcome(outcome: Outcome) -> None:
 
 def print_json(outcome: Outcome) -> None:
     """The summary as one JSON object on stdout."""
-    sys.stdout.write(json.dumps(facts(outcome), indent=2) + "\n")
+    say_json(facts(outcome))
+
+
+def say_json(value: object) -> None:
+    """A value as JSON on stdout; what is not finite becomes null, as in run.json."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def facts(outcome: Outcome) -> dict[str, Any]:

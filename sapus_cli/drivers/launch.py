@@ -116,6 +116,7 @@ class _Child:
     watched: psutil.Process | None = None
     sample: tuple[float, float] | None = None
     silent: bool = False
+    restarted: bool = False
 
     @property
     def name(self) -> str:
@@ -201,6 +202,7 @@ class Launcher:
 
         def restart(rank: int) -> None:
             child = self._start(context, "worker", rank, children.work, self._config, strategy, ready, rank)
+            child.restarted = True
             self._tell(child, Begin(str(self._folder), bound))
 
         self._restart = restart
@@ -298,7 +300,7 @@ class Launcher:
     def _listen(self, child: _Child) -> None:
         try:
             line = hear(child.pipe)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             child.silent = True
             return
         match line:
@@ -315,6 +317,7 @@ class Launcher:
                 self._observer.measured(line)
             case Ended():
                 self._ended = line
+                self._end_late_comers()
             case Failed():
                 raise RunFailedError(line.reason)
             case _:
@@ -368,15 +371,23 @@ class Launcher:
         if child.process.exitcode == 0:
             self._note_event(Happened(self._now(), "fault", "worker", rank, "was to be killed, but was done already"))
             return
-        child.process.kill()
-        child.process.join()
-        child.pipe.close()
-        self._children.remove(child)
+        self._put_down(child)
         self._killed.add(rank)
         self._note_event(Happened(self._now(), "fault", "worker", rank, "killed by the profile"))
         for other in self._children:
             if other.role == "server":
                 self._tell(other, Gone(rank))
+
+    def _end_late_comers(self) -> None:
+        """End the workers that were started again and found nothing left to do."""
+        for child in [child for child in self._children if child.restarted]:
+            self._put_down(child)
+
+    def _put_down(self, child: _Child) -> None:
+        child.process.kill()
+        child.process.join()
+        child.pipe.close()
+        self._children.remove(child)
 
     def _note_missed_faults(self) -> None:
         for fault in self._faults:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import select
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -169,6 +170,8 @@ class Server:
         self._due: float | None = None
         self._overruns = 0
         self._returning: set[int] = set()
+        self._kills: Counter[int] = Counter()
+        self._stopped = False
         self._fingerprint = fingerprint
         self._config = config
         self._launcher = launcher
@@ -370,6 +373,8 @@ class Server:
             self._released_cpu_s = time.process_time()
         self._answer(replies)
         self._tell_event("join", peer.rank)
+        if self._stopped:
+            self._send(peer.identity, Stop(flush=True))
         if first:
             tell(self._launcher, Released(self._released))
 
@@ -401,8 +406,9 @@ class Server:
 
     def _bury(self, peer: Peer) -> None:
         """Go on without a worker that is dead. What it had sent and the link still holds is lost with it."""
+        self._kills[peer.rank] += 1
         self._returning.discard(peer.rank)
-        if any(f.kind == "restart" and f.worker == peer.rank and f.at_s > self.now for f in self._profile.faults):
+        if self._profile.comes_back(peer.rank, self._kills[peer.rank]):
             self._returning.add(peer.rank)
         if self.core.has(peer.rank):
             self._let_go(peer, "dead")
@@ -420,7 +426,8 @@ class Server:
         self._end_if_all_left()
 
     def _end_if_all_left(self) -> None:
-        if all(worker.left for worker in self._workers.values()) and self.core.started and not self._returning:
+        nobody_comes = self._stopped or not self._returning
+        if all(worker.left for worker in self._workers.values()) and self.core.started and nobody_comes:
             self._end()
 
     def _evaluated(self, message: Evaluated) -> None:
@@ -436,9 +443,12 @@ class Server:
         self._stop(flush=False)
 
     def _stop(self, *, flush: bool) -> None:
+        self._stopped = True
         for peer in self._peers.values():
             if not peer.left and (peer.role == "worker" or not flush):
                 self._send(peer.identity, Stop(flush=flush))
+        if self._end_s is None:
+            self._end_if_all_left()
 
     def _end(self) -> None:
         self._mark_end()

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,6 +170,7 @@ class Simulation:
             self._workers.append(worker(trainer, rank))
         self._steps_received = [0] * config.workers
         self._returning: set[int] = set()
+        self._kills: Counter[int] = Counter()
         # No shard is smaller than the last one, so that no other batch can be too small for the model.
         self._workers[-1].trainer.warm_up()
         # The memory of this machine must not decide anything.
@@ -205,9 +207,8 @@ class Simulation:
         else:
             worker.dead = True
             self._event_trace.row((self._now, "fault", "worker", fault.worker, "killed by the profile"))
-            if any(
-                f.kind == "restart" and f.worker == fault.worker and f.at_s > self._now for f in self._profile.faults
-            ):
+            self._kills[fault.worker] += 1
+            if self._profile.comes_back(fault.worker, self._kills[fault.worker]):
                 self._returning.add(fault.worker)
             self._let_go(fault.worker, "dead")
 
@@ -367,7 +368,8 @@ class Simulation:
 
     def _over(self) -> bool:
         """Whether all workers have left, and none comes back."""
-        return self._server.started and not self._server.state.members and not self._returning
+        nobody_comes = self._stopping or not self._returning
+        return self._server.started and not self._server.state.members and nobody_comes
 
     def _evaluate(self, t_s: float) -> None:
         self._n_evals += 1
@@ -382,10 +384,6 @@ class Simulation:
         if target is not None and accuracy >= target and self._reached_s is None:
             self._reached_s = t_s
             self._stopping = True
-            for rank, worker in enumerate(self._workers):
-                if not worker.busy and not worker.dead and worker.core.phase is not Phase.DONE:
-                    worker.core.stop()
-                    self._go_on(rank)
         self._tick()
 
     def _fraction(self, t_s: float) -> float:

@@ -10,7 +10,7 @@ import fcntl
 import itertools
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -83,7 +83,10 @@ class Shelf:
 
     def standing(self, cell: Cell) -> State:
         """What the folder of a cell comes to, if it is the very run that is asked for; else it waits."""
-        record = _record(self._folder / cell.name)
+        try:
+            record = _record(self._folder / cell.name)
+        except DamagedFileError:
+            record = None
         return "waiting" if record is None or not self._is(record, cell) else record["status"]
 
     def tidy(self, cells: Sequence[Cell], *, retry: bool) -> list[str]:
@@ -97,17 +100,24 @@ class Shelf:
         for place in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
             if place.name.startswith(".") or not place.is_dir():
                 continue
-            record = _record(place)
+            try:
+                record = _record(place)
+            except DamagedFileError:
+                # A newer sapus may have written it: it is in the way, and not for this one to delete.
+                if place.name in wanted:
+                    self._put_aside(place)
+                    aside.append(place.name)
+                continue
             cell = wanted.get(place.name)
             if cell is not None and (record is None or record["status"] not in {"finished", "failed"}):
-                shutil.rmtree(place)
+                _remove(place)
             elif record is None:
                 continue
             elif cell is None or not self._is(record, cell):
                 self._put_aside(place)
                 aside.append(place.name)
             elif record["status"] == "failed" and retry:
-                shutil.rmtree(place)
+                _remove(place)
         self._fetch_back([cell for cell in cells if not (self._folder / cell.name).exists()])
         return aside
 
@@ -125,7 +135,11 @@ class Shelf:
         shelf = self._folder / ASIDE
         if not missing or not shelf.is_dir():
             return
-        records = {place: record for place in sorted(shelf.iterdir()) if (record := _record(place)) is not None}
+        records = {}
+        for place in sorted(shelf.iterdir()):
+            with suppress(DamagedFileError):
+                if (found := _record(place)) is not None:
+                    records[place] = found
         for cell in missing:
             for place, record in records.items():
                 if record["status"] == "finished" and self._is(record, cell):
@@ -296,8 +310,10 @@ class SuiteRun:
             before = msgspec.json.decode((self._folder / FILE).read_bytes())
             runs = [*before["cells"], *((before.get("tuning") or {}).get("runs") or [])]
             self._attempts = {run["name"]: int(run["attempts"]) for run in runs}
+            if not self._cells:  # they wait for their learning rates, and what is known of them stays until then
+                self._cells = msgspec.convert(before["cells"], list[Entry])
             self._started_at = before["started_at"]
-        except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError):
+        except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError):
             return  # nothing that matters to the runs
 
     def _write(self) -> None:
@@ -408,11 +424,19 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def _remove(place: Path) -> None:
+    """Remove a run folder; of one that lies elsewhere the link."""
+    if place.is_symlink():
+        place.unlink()
+    else:
+        shutil.rmtree(place)
+
+
 def _record(folder: Path) -> dict[str, Any] | None:
     try:
         record = traces.read_run(folder)
-    except (UserError, DamagedFileError):
-        return None
+    except UserError:
+        return None  # there is no run
     return record if record.get("status") in traces.STATUSES else None
 
 
