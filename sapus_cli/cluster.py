@@ -12,7 +12,7 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 BYTES_PER_S = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 MOST_WORKERS = 4096
+Wire: TypeAlias = Literal["float32", "bfloat16", "float16"]
+ELEMENT_BYTES: dict[Wire, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK = 256
 _FAULTS = ("kill", "restart")
 

@@ -1,7 +1,7 @@
-"""The wire format: one typed header frame (MessagePack), then one raw float32 frame where the message carries a vector.
+"""The wire format: one typed header frame (MessagePack), then one frame of raw numbers where there is a vector.
 
-Sizes are bounded before anything is decoded: a header by `MAX_HEADER_BYTES`, a vector by the number of elements that
-both sides know. Nothing is ever unpickled. Whatever the bytes are, `decode` returns a message that keeps its types and
+Sizes are bounded before anything is decoded: a header by `MAX_HEADER_BYTES`, a vector by the number of bytes that both
+sides know. Nothing is ever unpickled. Whatever the bytes are, `decode` returns a message that keeps its types and
 ranges, or raises `RemoteProtocolError`.
 """
 
@@ -10,16 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
+import torch
 from msgspec import Meta, Struct
 
+from sapus_cli.cluster import Wire  # noqa: TC001 - msgspec reads the annotations
 from sapus_cli.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
     from sapus_cli.strategy import Vec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 64 * 1024
-FLOAT32_BYTES = 4
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ Facts = Annotated[dict[Name, float | Annotated[str, Meta(max_length=64)]], Meta(
 Numbers = Annotated[dict[Name, float], Meta(max_length=32)]
 
 
-class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", array_like=False):
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", omit_defaults=True):
     """A header."""
 
 
@@ -55,7 +56,8 @@ class Push(_Message, frozen=True, tag="push"):
 
     `seq` counts the pushes of a worker from 1; `version` is that of the state it last pulled; `step_s` and
     `exchange_s` are seconds as in `strategy.Received`; `sent_s` is when an emulated worker sent it, in seconds since
-    the start, 0 if it does not say.
+    the start, 0 if it does not say. `finite` is the worker's word that all numbers of the vector are: each worker looks
+    at its own, which spares the one server a pass over all of them.
     """
 
     seq: Positive
@@ -66,6 +68,7 @@ class Push(_Message, frozen=True, tag="push"):
     step_s: Seconds
     exchange_s: Seconds
     last: bool = False
+    finite: bool = True
     sent_s: Seconds = 0.0
     info: Facts = msgspec.field(default_factory=dict)
 
@@ -96,7 +99,8 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     """Answer to hello: the client's rank, the model's layout, and the run's configuration as JSON.
 
     `steps` are the local steps of this rank that the server has had already: a worker that takes the place of one that
-    is gone goes on from there.
+    is gone goes on from there. `wire` says what the elements of vectors are; `segment` is the path of the memory that a
+    worker shares with the server, through which its vectors go, or empty: they go with their messages.
     """
 
     protocol: int
@@ -105,6 +109,8 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     fingerprint: Annotated[str, Meta(max_length=64)]
     config: bytes = b""
     steps: Count = 0
+    wire: Wire = "float32"
+    segment: Annotated[str, Meta(max_length=64)] = ""
 
 
 class State(_Message, frozen=True, tag="state"):
@@ -175,23 +181,26 @@ def decode_from_server(header: bytes | memoryview) -> FromServer:
     return _decode(_from_server, header)
 
 
-def payload_bytes(message: Message, elements: int) -> int:
-    """Size in bytes that the frame after this header must have; 0 means that none follows."""
-    return FLOAT32_BYTES * elements if isinstance(message, Push | State) else 0
+def payload_bytes(message: Message, vector_bytes: int) -> int:
+    """Size in bytes that the frame after this header must have; 0 means that none follows.
+
+    `vector_bytes` is the size of a vector on this connection; 0 where vectors go through shared memory.
+    """
+    return vector_bytes if isinstance(message, Push | State) else 0
 
 
 def raw(vector: Vec) -> memoryview:
-    """The bytes of a float32 vector of shape `(d,)` on the host, without a copy."""
-    return vector.numpy().data.cast("B")
+    """The bytes of a vector of shape `(d,)` on the host, without a copy."""
+    return vector.view(torch.uint8).numpy().data
 
 
-def check_payload(message: Message, elements: int, sizes: list[int]) -> None:
+def check_payload(message: Message, vector_bytes: int, sizes: list[int]) -> None:
     """Check the frames after a header: their sizes in bytes against what the message must carry.
 
     Raises:
         RemoteProtocolError: a frame is missing, is one too many, or has another size.
     """
-    need = payload_bytes(message, elements)
+    need = payload_bytes(message, vector_bytes)
     if sizes != ([need] if need else []):
         kind = type(message).__name__.lower()
         raise RemoteProtocolError(f"a {kind} must carry {need} bytes, but frames of {sizes} bytes followed it")

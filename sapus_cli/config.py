@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from sapus_cli.cluster import ClusterProfile
+from sapus_cli.cluster import ClusterProfile, Wire
 from sapus_cli.errors import UserError
 
 MOST = 10**9
@@ -15,13 +15,16 @@ MOST = 10**9
 
 MOST_THREADS = 1024
 
+Transport: TypeAlias = Literal["tcp", "ipc", "shm"]
+
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run: one strategy on one workload with one seed.
 
     Exactly one of `epochs`, `steps` and `seconds` is the budget of every worker; `target_accuracy` ends it earlier.
     `epochs` counts passes of all workers together over the training set; `steps` are local steps of each worker;
-    `batch_size` is that of one worker; `eval_every_s` is the least time between two evaluations in seconds.
+    `batch_size` is that of one worker; `eval_every_s` is the least time between two evaluations in seconds. `wire` is
+    what the elements of vectors are between server and workers; `transport` is how real processes exchange messages.
     """
 
     strategy: str
@@ -45,6 +48,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
+    wire: Wire = "float32"
+    transport: Transport = "tcp"
     cluster: ClusterProfile = msgspec.field(default_factory=ClusterProfile)
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ PATIENCE = 10
 
 def finite(vector: Vec) -> bool:
     """Whether all elements are finite, and their sum; one pass over the vector."""
-    return math.isfinite(vector.sum())
+    return math.isfinite(vector.sum(dtype=torch.float32))
 
 
 class Phase(Enum):
@@ -85,6 +85,8 @@ class WorkerCore:
 
     `local` is stepped in place by the caller between calls; `incoming` is the host buffer that the vector of a state
     message is received into; a push is sent from `outgoing`, which must not be touched until its reply has arrived.
+    Both have the type of the wire. What a narrower wire cuts off an update is added to the next one (error feedback:
+    Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019).
 
     Args:
         strategy: the run's strategy.
@@ -92,7 +94,8 @@ class WorkerCore:
         worker: rank of the worker.
         n_params: elements of the state that are trainable parameters, its first ones; None: all.
         outgoing: a buffer on the host, shape `(d,)`, that several workers may share if each push is copied out of it
-            before the next call of any of them; None: one of its own.
+            before the next call of any of them; None: one of its own, float32.
+        incoming: likewise for states, if each is written into it right before `on_state`; None: one of its own.
 
     Attributes:
         phase: WAITING means that no step may be taken until a state arrives; DONE that it is time to leave.
@@ -106,16 +109,17 @@ class WorkerCore:
         worker: int,
         n_params: int | None = None,
         outgoing: Vec | None = None,
+        incoming: Vec | None = None,
     ) -> None:
         self.phase = Phase.NEW
         self.steps = 0
         self.worker = worker
         self.local = local
-        self.pulled = torch.empty_like(local)
-        on_host = local.device.type == "cpu"
-        self.incoming = self.pulled if on_host else torch.empty_like(local, device="cpu").pin_memory()
-        self.outgoing = torch.empty_like(self.incoming) if outgoing is None else outgoing
-        self._update = self.outgoing if on_host else torch.empty_like(local)
+        self.outgoing = _host_buffer(local) if outgoing is None else outgoing
+        self.incoming = _host_buffer(local) if incoming is None else incoming
+        self.pulled = self.incoming if _alike(self.incoming, local) else torch.empty_like(local)
+        self._update = self.outgoing if _alike(self.outgoing, local) else torch.empty_like(local)
+        self._cut_off = torch.zeros_like(local) if self.outgoing.dtype != local.dtype else None
         self._at_push: Vec | None = None
         self._strategy = strategy
         self._n_params = n_params
@@ -193,6 +197,8 @@ class WorkerCore:
         self._version = message.version
         if message.fresh:
             self.local.copy_(self.pulled)
+            if self._cut_off is not None:
+                self._cut_off.zero_()
             self._state = self._strategy.init_worker(self.pulled, self.worker)
             self._interval = _Interval()
         else:
@@ -233,20 +239,21 @@ class WorkerCore:
         return self._push(now, {"reason": "last"}, wait=True)
 
     def _push(self, now: float, info: dict[str, float | str], *, wait: bool) -> Push:
-        if self._update is not self.outgoing:
-            self.outgoing.copy_(self._update)
+        interval = self._interval
+        loss = interval.loss_sum / interval.n_losses
+        is_finite = self._fill_outgoing(keep=math.isfinite(loss))
         self._seq += 1
         self._sent_at = now
-        interval = self._interval
         push = Push(
             seq=self._seq,
             version=self._version,
             n_steps=interval.k,
             n_samples=interval.samples,
-            loss=interval.loss_sum / interval.n_losses,
+            loss=loss,
             step_s=interval.step_s_sum / interval.k,
             exchange_s=self._exchange_s,
             last=self._ending,
+            finite=is_finite,
             info=info,
         )
         self._sent, self._interval = interval, _Interval()
@@ -254,6 +261,23 @@ class WorkerCore:
         if wait:
             self.phase = Phase.WAITING
         return push
+
+    def _fill_outgoing(self, *, keep: bool) -> bool:
+        """Put the update into `outgoing`; returns whether it is finite there.
+
+        What does not fit is kept for the next push only if this one will be applied.
+        """
+        if self._cut_off is None:
+            if self._update is not self.outgoing:
+                self.outgoing.copy_(self._update)
+            return finite(self.outgoing)
+        self._update.add_(self._cut_off)
+        rounded = self._update.to(self.outgoing.dtype)
+        self.outgoing.copy_(rounded)
+        is_finite = finite(rounded)
+        if is_finite and keep:
+            torch.sub(self._update, rounded, out=self._cut_off)
+        return is_finite
 
     def _remember_local(self) -> None:
         if self._at_push is None:
@@ -272,6 +296,15 @@ class WorkerCore:
         self.local.copy_(self._at_push)
         self._strategy.after_reply(self._state, self.local, self.pulled, message.hint)
         self.local.add_(moved)
+
+
+def _host_buffer(local: Vec) -> Vec:
+    return torch.empty_like(local) if local.device.type == "cpu" else torch.empty_like(local, device="cpu").pin_memory()
+
+
+def _alike(buffer: Vec, local: Vec) -> bool:
+    """Whether a buffer can stand for a vector beside the local state, without a copy."""
+    return buffer.device == local.device and buffer.dtype == local.dtype
 
 
 @dataclass(slots=True)
@@ -324,6 +357,7 @@ class ServerCore:
         started: whether all workers have pulled once, which starts the run.
         received: pushes accepted, each once.
         declined: pushes that were not applied because they were not finite.
+        waiting: ranks of the workers that have pushed or pulled and got no reply yet.
     """
 
     def __init__(self, strategy: AnyStrategy, x0: Vec, n_workers: int, setting: Setting | None = None) -> None:
@@ -339,16 +373,12 @@ class ServerCore:
         self._n_workers = n_workers
         self.received = 0
         self._members: dict[int, _Member] = {}
+        self.waiting: set[int] = set()
 
     @property
     def version(self) -> int:
         """Number of pushes that are in the global state."""
         return self.received - self.state.pending
-
-    @property
-    def waiting(self) -> set[int]:
-        """Ranks of the workers that have pushed or pulled and got no reply yet."""
-        return {rank for rank, member in self._members.items() if member.joining or member.row is not None}
 
     def has(self, worker: int) -> bool:
         """Whether a worker has pulled and has not left."""
@@ -365,6 +395,7 @@ class ServerCore:
         if worker in self._members:
             raise RemoteProtocolError(f"worker {worker} has pulled already")
         self._members[worker] = _Member(joining=True)
+        self.waiting.add(worker)
         if self.started:
             return self._admit([worker], now)
         if len(self._members) < self._n_workers:
@@ -380,7 +411,8 @@ class ServerCore:
         Args:
             worker: rank of the worker.
             message: its header.
-            vector: shape `(d,)`; handed to the strategy, which may keep it.
+            vector: shape `(d,)`, float32 or narrower; handed to the strategy, in float32, which may keep it until it
+                replies to the worker.
             now: seconds since the start of the run.
             n_bytes: size of the message on the wire.
             cpu_s: CPU seconds that the server has used in this run so far.
@@ -405,7 +437,7 @@ class ServerCore:
         if unknown := [key for key in message.info if key not in self._columns]:
             raise RemoteProtocolError(self._undeclared(unknown[0]))
         member.seq = message.seq
-        if not (math.isfinite(message.loss) and finite(vector)):
+        if not (message.finite and math.isfinite(message.loss)):
             return self._decline(worker, member, message, now)
         member.declined = 0
         member.steps += message.n_steps
@@ -422,12 +454,13 @@ class ServerCore:
             exchange_s=message.exchange_s,
             info=dict(message.info),
         )
+        self.waiting.add(worker)
         self.received += 1
         self.samples += message.n_samples
         self.steps += message.n_steps
         received = Received(
             worker=worker,
-            vector=vector,
+            vector=vector.float(),
             n_steps=message.n_steps,
             loss=message.loss,
             staleness=member.row.staleness,
@@ -450,6 +483,7 @@ class ServerCore:
         member = self._members.pop(worker, None)
         if member is None:
             raise RemoteProtocolError(f"worker {worker} left, but it was not there")
+        self.waiting.discard(worker)
         row = member.row
         if row is not None:
             row.held_s = now - row.t_s
@@ -474,6 +508,7 @@ class ServerCore:
         self.state.members.discard(worker)
         outgoing = self._answer(self._strategy.on_leave(self.state, worker), now)
         member.joining = True
+        self.waiting.add(worker)
         return outgoing + self._admit([worker], now)
 
     def snapshot(self, now: float, *, final: bool) -> State:
@@ -501,6 +536,7 @@ class ServerCore:
                 raise LocalProtocolError(f"the strategy replied to worker {reply.to}, which does not wait for a reply")
             row, fresh = member.row, member.joining
             member.row, member.joining = None, False
+            self.waiting.discard(reply.to)
             held_s = 0.0
             if row is not None:
                 held_s = row.held_s = max(0.0, now - row.t_s)
@@ -540,6 +576,5 @@ class ServerCore:
         return dict(reply.hint)
 
     def _check_progress(self) -> None:
-        waiting = self.waiting
-        if self.started and self._members and len(waiting) == len(self._members):
-            raise DeadlockError(f"all live workers ({sorted(waiting)}) wait for a reply, and none is due")
+        if self.started and self._members and len(self.waiting) == len(self._members):
+            raise DeadlockError(f"all live workers ({sorted(self.waiting)}) wait for a reply, and none is due")

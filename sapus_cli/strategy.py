@@ -79,7 +79,8 @@ class Received(NamedTuple):
 
     Attributes:
         worker: rank of its worker.
-        vector: what was sent, shape `(d,)`. It may be kept and changed: nobody else holds this memory.
+        vector: what was sent, shape `(d,)`. It may be changed, and kept until its worker is replied to: then the memory
+            may get that worker's next push. What is to stay for longer has to be copied.
         n_steps: local steps since that worker's last pull (its update interval).
         loss: mean training loss over those steps.
         staleness: updates applied to the global state since that worker pulled.
@@ -256,9 +257,12 @@ class Round(ServerState):
         return [Reply(worker, info=info, hint=hint) for worker in sorted(self.members)]
 
     def _add(self) -> None:
+        missing = sorted(self.members - self.added, reverse=True)
         for worker in sorted(self.early):
-            if worker in self.members and any(m < worker and m not in self.added for m in self.members):
-                continue
+            if worker in self.members:
+                if worker != missing[-1]:
+                    continue
+                missing.pop()
             vector = self.early.pop(worker)
             if self.total is None:
                 self.total = vector.clone()

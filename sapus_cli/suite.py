@@ -48,10 +48,18 @@ FIXED: dict[str, type] = {
     "seconds": float,
     "target_accuracy": float,
     "eval_every": float,
+    "transport": str,
 }
 """Keys that all runs of a suite share, and the type of their values."""
 
-GRID: dict[str, type] = {"workers": int, "partition": str, "batch_size": int, "lr": float, "momentum": float}
+GRID: dict[str, type] = {
+    "workers": int,
+    "partition": str,
+    "batch_size": int,
+    "lr": float,
+    "momentum": float,
+    "wire": str,
+}
 """Keys whose value may be a list."""
 
 CHANGES: dict[str, type] = {"step_time": str, "link": str, "slow": str, "pause": str, "wire_scale": float}
@@ -63,6 +71,8 @@ _CHOICES: dict[str, Sequence[str]] = {
     "optimizer": ("sgd", "adamw"),
     "device": ("auto", "cpu", "cuda"),
     "clock": ("virtual", "real"),
+    "wire": tuple(cluster.ELEMENT_BYTES),
+    "transport": ("tcp", "ipc", "shm"),
 }
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -227,7 +237,7 @@ def _expand(
     table: Mapping[str, Any], seeds: Sequence[int], place: Path | None, tuning: Tuning | None
 ) -> Iterator[RunConfig]:
     fixed = {key: _typed(key, table[key], kind) for key, kind in FIXED.items() if key in table}
-    for key in ("optimizer", "device"):
+    for key in ("optimizer", "device", "transport"):
         if key in fixed:
             _choice(key, fixed[key])
     dataset = fixed.setdefault("dataset", "digits")
@@ -239,6 +249,8 @@ def _expand(
     if tuning is not None:
         fixed["lr"] = tuning.rates[0]
     grid = {key: _listed(key, table[key], kind) for key, kind in GRID.items() if key in table}
+    for wire in grid.get("wire", ()):
+        _choice("wire", wire)
     strategies = _strategies(table)
     profiles = _profiles(table, place)
     n_cells = len(seeds) * len(profiles) * len(strategies) * math.prod(map(len, grid.values()))
@@ -370,6 +382,8 @@ def _check(configs: Iterable[RunConfig], *, virtual: bool) -> None:
                 f"cluster {config.cluster.name}: virtual time needs to know how long a step takes; give a profile, or "
                 'step_time, as in step_time = "50ms"'
             )
+        if virtual and config.transport != "tcp":
+            raise UserError(f"transport = {_shown(config.transport)}: nothing travels in virtual time; leave it out")
         if virtual and config.workers > cluster.MOST_WORKERS:
             raise UserError(f"workers = {config.workers}: at most {cluster.MOST_WORKERS} workers are simulated")
         unnamed = msgspec.structs.replace(config.cluster, name="", description="")
@@ -382,7 +396,7 @@ def _check(configs: Iterable[RunConfig], *, virtual: bool) -> None:
 def name_of(config: RunConfig) -> str:
     """The name of a run's folder, by what its config says alone: what is as usual, is left out."""
     usual = {field.name: field.default for field in msgspec.structs.fields(RunConfig)}
-    short = {"partition": "", "batch_size": "batch", "lr": "lr", "momentum": "momentum"}
+    short = {"partition": "", "batch_size": "batch", "lr": "lr", "momentum": "momentum", "wire": ""}
     parts = [
         config.strategy,
         *(_worded(key, value) for key, value in config.params.items()),

@@ -33,7 +33,11 @@ UNIT = Costs()
 
 @dataclass
 class InMemory:
-    """N workers that descend a gradient, and a server. Time is the number of events so far."""
+    """N workers that descend a gradient, and a server. Time is the number of events so far.
+
+    `wire` is what vectors are made of between them. With `shared` the server gets a worker's own buffer, as it does
+    through shared memory, and that buffer is spoilt as soon as the worker is replied to.
+    """
 
     strategy: Any
     x0: Vec
@@ -42,6 +46,8 @@ class InMemory:
     lr: float
     steps: int
     costs: Costs = UNIT
+    wire: torch.dtype = torch.float32
+    shared: bool = False
     workers: list[WorkerCore] = field(init=False)
     server: ServerCore = field(init=False)
     rows: list[PushRow] = field(default_factory=list)
@@ -50,13 +56,17 @@ class InMemory:
 
     def __post_init__(self) -> None:
         self.server = ServerCore(self.strategy, self.x0.clone(), self.n_workers, self.costs.setting)
-        self.workers = [WorkerCore(self.strategy, torch.zeros_like(self.x0), r) for r in range(self.n_workers)]
+        self.workers = [self._worker(rank) for rank in range(self.n_workers)]
         self.to_server: list[list[tuple[bytes, Vec]]] = [[] for _ in self.workers]
         self.to_worker: list[list[tuple[bytes, Vec]]] = [[] for _ in self.workers]
         self.sent_at: list[float] = [0.0 for _ in self.workers]
         self.left: set[int] = set()
         for rank, worker in enumerate(self.workers):
             self.to_server[rank].append((encode(worker.pull("f")), torch.empty(0)))
+
+    def _worker(self, rank: int) -> WorkerCore:
+        buffers = [torch.zeros_like(self.x0, dtype=self.wire) for _ in range(2)]
+        return WorkerCore(self.strategy, torch.zeros_like(self.x0), rank, None, *buffers)
 
     @property
     def x(self) -> Vec:
@@ -117,10 +127,13 @@ class InMemory:
     def _send(self, rank: int, push: Push | None) -> None:
         if push is not None:
             self.sent_at[rank] = self.now
-            self.to_server[rank].append((encode(push), self.workers[rank].outgoing.clone()))
+            vector = self.workers[rank].outgoing
+            self.to_server[rank].append((encode(push), vector if self.shared else vector.clone()))
 
     def _deliver(self, replies: list[Outgoing]) -> None:
         for reply in replies:
             vector = torch.empty(0) if reply.vector is None else reply.vector.clone()
+            if self.shared:
+                self.workers[reply.worker].outgoing.fill_(torch.nan)
             self.to_worker[reply.worker].append((encode(reply.message), vector))
             self.rows += [reply.row] if reply.row else []

@@ -35,7 +35,7 @@ from sapus_cli.cluster import ClusterProfile, Link
 from sapus_cli.commands.view import Quiet
 from sapus_cli.config import RunConfig
 from sapus_cli.drivers import by_hand
-from sapus_cli.drivers.launch import LOOPBACK, Launcher, fork_server
+from sapus_cli.drivers.launch import Launcher, fork_server, loopback
 from sapus_cli.traces import read_trace
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Bench:
 
     def emulated(self, strategy: str, params: dict[str, int], seconds: float, factor: float = 1.0) -> float:
         """Rounds a second on an emulated link of the same rate, or of `factor` times that."""
-        return self._run(strategy, params, seconds, LOOPBACK, factor * GOODPUT * self.rate)
+        return self._run(strategy, params, seconds, loopback("tcp"), factor * GOODPUT * self.rate)
 
     def compare(
         self,
@@ -301,7 +301,7 @@ def _serve() -> None:
         )
         with tempfile.TemporaryDirectory() as results:
             launcher = Launcher(
-                config, Path(results), None, Quiet, endpoint=case.endpoint, own_workers=case.endpoint == LOOPBACK
+                config, Path(results), None, Quiet, endpoint=case.endpoint, own_workers=case.endpoint == loopback("tcp")
             )
             pushes = read_trace(launcher.run().folder, "pushes")
         _say(json.dumps(rounds_per_s(pushes)))

@@ -138,11 +138,14 @@ def test_these_are_no_messages(header: bytes) -> None:
 
 
 def test_only_push_and_state_carry_a_vector_of_exactly_d_elements() -> None:
-    check_payload(PUSH, 10, [40])
-    check_payload(FROM_SERVER[1], 10, [40])
-    check_payload(Leave(), 10, [])
+    check_payload(PUSH, 40, [40])
+    check_payload(FROM_SERVER[1], 40, [40])
+    check_payload(Leave(), 40, [])
+    check_payload(PUSH, 0, [])
     for sizes in ([], [36], [44], [40, 40], [40, 0]):
         with pytest.raises(RemoteProtocolError, match="must carry 40 bytes"):
-            check_payload(PUSH, 10, sizes)
+            check_payload(PUSH, 40, sizes)
     with pytest.raises(RemoteProtocolError, match="must carry 0 bytes"):
-        check_payload(Leave(), 10, [40])
+        check_payload(Leave(), 40, [40])
+    with pytest.raises(RemoteProtocolError, match="must carry 0 bytes"):
+        check_payload(PUSH, 0, [40])

@@ -36,8 +36,8 @@ def bowl(rank: int, y: Vec) -> Vec:
     return y - 1 - 0.1 * (rank - 1)
 
 
-def run(strategy: Any, *, steps: int = 60, lr: float = 0.1, x0: float = 5.0) -> InMemory:
-    return InMemory(strategy, torch.full((4,), x0), 3, bowl, lr=lr, steps=steps)
+def run(strategy: Any, *, steps: int = 60, lr: float = 0.1, x0: float = 5.0, **more: Any) -> InMemory:
+    return InMemory(strategy, torch.full((4,), x0), 3, bowl, lr=lr, steps=steps, **more)
 
 
 def test_every_file_is_registered_under_its_name() -> None:
@@ -78,6 +78,19 @@ class TestEveryStrategy:
     def test_the_same_order_of_events_gives_the_same_bits(self, name: str) -> None:
         ends = [run(make(name), steps=15).run(random.Random(4).choice).x for _ in range(2)]  # noqa: S311 - no secret
         assert torch.equal(*ends)
+
+    def test_keeps_no_vector_longer_than_until_the_reply(self, name: str) -> None:
+        own, shared = (
+            run(make(name), steps=20, shared=shared).run(random.Random(4).choice).x  # noqa: S311 - no secret
+            for shared in (False, True)
+        )
+        assert torch.equal(own, shared)
+
+    @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+    def test_descends_over_a_narrow_wire(self, name: str, wire: torch.dtype) -> None:
+        done = run(make(name), wire=wire).run()
+        assert (done.x - 1).abs().max() < 1.0, f"from 5 to {done.x}"
+        assert done.server.declined == 0
 
     def test_touches_no_global_random_state(self, name: str) -> None:
         torch.manual_seed(5)

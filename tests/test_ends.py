@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -116,6 +118,13 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     assert set(events.filter(events["kind"] == "declined")["rank"]) == {0, 1}
     assert len(events.filter(events["kind"] == "declined")) >= 18
     assert len(events.filter(events["kind"] == "fresh")) >= 1
+
+
+def test_a_process_knows_when_it_was_created() -> None:
+    before = time.monotonic()
+    asked = [sys.executable, "-c", "from sapus_cli.drivers.process import created_s; print(created_s())"]
+    said = float(subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert before - 0.02 < said < time.monotonic() - 0.02, "Linux counts in hundredths; Python itself takes longer"
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:

@@ -337,16 +337,98 @@ def test_joins_and_leaves_that_cannot_be_are_refused() -> None:
 # Pushes that are not finite.
 
 
-@pytest.mark.parametrize(
-    ("loss", "value"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (1.0, -math.inf)]
-)
-def test_a_push_that_is_not_finite_is_declined_and_changes_nothing(loss: float, value: float) -> None:
+@pytest.mark.parametrize(("loss", "finite"), [(math.nan, True), (math.inf, True), (1.0, False)])
+def test_a_push_that_is_not_finite_is_declined_and_changes_nothing(loss: float, *, finite: bool) -> None:
     core = started(Asp())
-    (reply,) = core.push(0, push(1, loss=loss), torch.tensor([value]), 1.0, 0)
+    (reply,) = core.push(0, push(1, loss=loss, finite=finite), torch.tensor([math.nan]), 1.0, 0)
     assert (reply.worker, reply.message, reply.vector, reply.row) == (0, Declined(seq=1), None, None)
     assert (core.state.x.item(), core.version, core.steps, core.declined) == (0.0, 0, 0, 1)
     core.push(0, push(2), torch.tensor([4.0]), 2.0, 0)
     assert core.state.x.item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("wire", "y", "finite"),
+    [
+        (torch.float32, 7.0, True),
+        (torch.float32, math.nan, False),
+        (torch.float32, math.inf, False),
+        (torch.float32, 70_000.0, True),
+        (torch.bfloat16, 70_000.0, True),
+        (torch.float16, 65_504.0, True),  # the largest
+        (torch.float16, 70_000.0, False),
+        (torch.float16, -math.inf, False),
+    ],
+)
+def test_a_worker_says_whether_what_it_sends_is_finite(wire: torch.dtype, y: float, *, finite: bool) -> None:
+    worker = pulled(torch.zeros(2), wire)
+    worker.local[1] = y
+    sent = worker.after_step(1.0, 8, 0.1, 1.0, last=False)
+    assert sent is not None
+    assert sent.finite is finite
+
+
+def pulled(x0: torch.Tensor, wire: torch.dtype) -> WorkerCore:
+    """A worker that has pulled x0 and pushes after every step."""
+    buffers = torch.zeros_like(x0, dtype=wire), torch.zeros_like(x0, dtype=wire)
+    worker = WorkerCore(Asp(), torch.zeros_like(x0), 0, None, *buffers)
+    worker.pull("f")
+    worker.incoming.copy_(x0)
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
+    return worker
+
+
+def test_what_a_narrow_wire_cuts_off_is_in_the_next_push() -> None:
+    # bfloat16 has 8 bits of significand: next to 1 its numbers are 1/128 apart, next to 2 they are 1/64.
+    worker = pulled(torch.zeros(1), torch.bfloat16)
+    sent = []
+    for _ in range(4):
+        worker.local.add_(1 + 1 / 512)
+        worker.after_step(1.0, 8, 0.1, 1.0, last=False)
+        sent.append(worker.outgoing.item())
+        worker.incoming.zero_()
+        worker.on_state(State(version=0, t_s=0.0), 1.0)
+    # 1 + 1/512 becomes 1 and leaves 1/512, 2/512, 3/512 (nearer to 4/512 = 1/128, then -1/512), 0
+    assert sent == [1.0, 1.0, 1 + 1 / 128, 1.0]
+
+
+def test_what_was_cut_off_a_push_that_is_declined_is_not_forgotten() -> None:
+    worker = pulled(torch.zeros(1), torch.bfloat16)
+    worker.local.fill_(1 + 1 / 512)
+    worker.after_step(1.0, 8, 0.1, 1.0, last=False)
+    worker.incoming.zero_()
+    worker.on_state(State(version=0, t_s=0.0), 1.0)
+    for value, loss in ((math.nan, 1.0), (1 + 1 / 512, math.nan)):
+        worker.local.fill_(value)
+        sent = worker.after_step(loss, 8, 0.1, 1.0, last=False)
+        assert sent is not None
+        worker.on_declined(Declined(seq=sent.seq))
+    worker.local.fill_(1 + 1 / 512)
+    worker.after_step(1.0, 8, 0.1, 1.0, last=False)
+    assert worker.outgoing.item() == 1.0  # 1 + 2/512 lies half-way, which goes to the even one
+    worker.incoming.zero_()
+    worker.on_state(State(version=0, t_s=0.0), 1.0)
+    worker.local.fill_(1.0)
+    worker.after_step(1.0, 8, 0.1, 1.0, last=False)
+    assert worker.outgoing.item() == 1.0  # 1 + 2/512 again
+    worker.incoming.zero_()
+    worker.on_state(State(version=0, t_s=0.0), 1.0)
+    worker.local.fill_(1 + 1 / 512)
+    worker.after_step(1.0, 8, 0.1, 1.0, last=False)
+    assert worker.outgoing.item() == 1 + 1 / 128
+
+
+def test_a_worker_takes_over_what_a_narrow_wire_left_of_the_state() -> None:
+    worker = pulled(torch.tensor([1 + 1 / 512, 3.0]), torch.bfloat16)
+    assert worker.local.tolist() == [1.0, 3.0]
+    assert worker.local.dtype == torch.float32
+
+
+def test_the_server_adds_narrow_vectors_in_full_precision() -> None:
+    core = started(Asp(scale="sum"))
+    core.push(0, push(1), torch.tensor([256.0], dtype=torch.bfloat16), 1.0, 0)
+    core.push(1, push(1, 1), torch.tensor([1.0], dtype=torch.bfloat16), 1.0, 0)
+    assert core.state.x.item() == 257.0
 
 
 def test_the_tenth_in_a_row_is_answered_with_a_fresh_state() -> None:

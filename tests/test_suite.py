@@ -90,11 +90,12 @@ def test_names_say_what_is_not_as_usual(tmp_path: Path) -> None:
         partition = "dirichlet:0.3"
         batch_size = 64
         momentum = 0.9
+        wire = "bfloat16"
         strategies = [{ name = "sapus-weighted", weighting = "loss-share", rho = 0.5, overlap = false }]
     """
     (name,) = names(tmp_path, text)
     strategy, cluster = "sapus-weighted_weighting-loss-share_rho0.5_overlap-false", "8xgpu-10g-link-1gbit-0.5ms"
-    assert name == f"{strategy}_w8_{cluster}_dirichlet-0.3_batch64_momentum0.9_s0"
+    assert name == f"{strategy}_w8_{cluster}_dirichlet-0.3_batch64_momentum0.9_bfloat16_s0"
 
 
 def test_a_cluster_may_be_changed_for_all_or_in_one_entry(tmp_path: Path) -> None:
@@ -180,6 +181,10 @@ TUNED = 'tune_target = 0.9\nstrategies = ["asp"]\n'
         ('strategies = ["asp"]\nseeds = [-1]', "seed -1: must be a whole number from 0"),
         ('strategies = ["asp"]\nseeds = 1.5', "seeds = 1.5: must be a whole number"),
         ('strategies = ["asp"]\nseeds = true', "seeds = True: must be a whole number"),
+        ('strategies = ["asp"]\nwire = ["float32", "int8"]', "int8"),
+        ('strategies = ["asp"]\nwire = 16', "wire = 16: must be text"),
+        ('strategies = ["asp"]\ntransport = "carrier pigeon"', "carrier pigeon"),
+        ('strategies = ["asp"]\ntransport = "shm"', 'transport = "shm": nothing travels in virtual time; leave it out'),
         ('strategies = ["asp"]\nlr = "0.1"', 'lr = "0.1": must be a number'),
         ('strategies = ["asp"]\nlr = [0.1, -1]', "lr -1: must be a number above 0"),
         ('strategies = ["asp"]\nbatch_size = 0', "batch_size 0: must be a whole number from 1"),

@@ -34,11 +34,28 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Wire(StrEnum):
+    """What the elements of vectors are on the wire."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Transport(StrEnum):
+    """How real processes exchange messages."""
+
+    tcp = "tcp"
+    ipc = "ipc"
+    shm = "shm"
+
+
 WORKLOAD, TRAINING, BUDGET = "Workload", "Training", "Budget (one of the first three)"
 CLUSTER = "Cluster (emulated, or simulated)"
 
 
-def _option(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
+def option(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
+    """An option with a help text, in a panel of its own or among the others."""
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
@@ -51,7 +68,7 @@ def whole(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
         except ValueError:
             raise UserError(f"{names[0]} {value}: must be a whole number") from None
 
-    return _option(*names, text=text, panel=panel, parser=parse, metavar="N", **more)
+    return option(*names, text=text, panel=panel, parser=parse, metavar="N", **more)
 
 
 def _real(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
@@ -61,18 +78,18 @@ def _real(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
         except ValueError:
             raise UserError(f"{names[0]} {value}: must be a number") from None
 
-    return _option(*names, text=text, panel=panel, parser=parse, metavar="X", **more)
+    return option(*names, text=text, panel=panel, parser=parse, metavar="X", **more)
 
 
 def flag(*names: str, text: str, panel: str | None = None) -> Any:
     """An option without a value."""
-    return _option(*names, text=text, panel=panel, metavar="")
+    return option(*names, text=text, panel=panel, metavar="")
 
 
 # The options of the commands that make a run folder.
-Results = Annotated[Path, _option("--results", text="Folder that gets the run folder.", metavar="FOLDER")]
+Results = Annotated[Path, option("--results", text="Folder that gets the run folder.", metavar="FOLDER")]
 Name = Annotated[
-    str | None, _option("--name", text="Name of the run folder, in place of the usual one.", metavar="NAME")
+    str | None, option("--name", text="Name of the run folder, in place of the usual one.", metavar="NAME")
 ]
 Quiet = Annotated[bool, flag("--quiet", "-q", text="Print nothing unless something goes wrong.")]
 AsJson = Annotated[bool, flag("--json", text="Print the summary, and only it, as JSON on stdout.")]
@@ -82,7 +99,7 @@ def _config(
     *,
     strategy: Annotated[
         str,
-        _option(
+        option(
             "--strategy",
             "-s",
             metavar="NAME",
@@ -91,13 +108,13 @@ def _config(
     ] = "sapus",
     param: Annotated[
         list[str] | None,
-        _option("--param", "-p", metavar="KEY=VALUE", text="A hyper-parameter of the strategy, as in h=8; repeatable."),
+        option("--param", "-p", metavar="KEY=VALUE", text="A hyper-parameter of the strategy, as in h=8; repeatable."),
     ] = None,
     workers: Annotated[int, whole("--workers", "-w", text="Number of worker processes.")] = 8,
     seed: Annotated[int, whole("--seed", text="Seed of initial state, partition and sample order.")] = 0,
     dataset: Annotated[
         str,
-        _option(
+        option(
             "--dataset",
             metavar="NAME",
             text="digits, mnist5k, pydoc, mnist, fashion-mnist, cifar10, cifar100, fake:CxHxW:K or null.",
@@ -106,7 +123,7 @@ def _config(
     ] = "digits",
     model: Annotated[
         str | None,
-        _option(
+        option(
             "--model",
             metavar="NAME",
             text="mlp, cnn, lenet5, resnet20, gpt, torchvision:NAME or null:ELEMENTS.",
@@ -115,14 +132,14 @@ def _config(
         ),
     ] = None,
     data_dir: Annotated[
-        str | None, _option("--data-dir", metavar="FOLDER", text="Folder of the torchvision data sets.", panel=WORKLOAD)
+        str | None, option("--data-dir", metavar="FOLDER", text="Folder of the torchvision data sets.", panel=WORKLOAD)
     ] = None,
     download: Annotated[
         bool, flag("--download", text="Fetch a missing torchvision data set into --data-dir.", panel=WORKLOAD)
     ] = False,
     partition: Annotated[
         str,
-        _option(
+        option(
             "--partition",
             metavar="HOW",
             text="How workers share the training set: iid or dirichlet:ALPHA.",
@@ -130,12 +147,15 @@ def _config(
         ),
     ] = "iid",
     batch_size: Annotated[int, whole("--batch-size", text="Samples in a worker's minibatch.", panel=TRAINING)] = 32,
-    optimizer: Annotated[Optimizer, _option("--optimizer", text="Local optimizer.", panel=TRAINING)] = Optimizer.sgd,
+    optimizer: Annotated[Optimizer, option("--optimizer", text="Local optimizer.", panel=TRAINING)] = Optimizer.sgd,
     lr: Annotated[float, _real("--lr", text="Learning rate.", panel=TRAINING)] = 0.1,
     momentum: Annotated[float, _real("--momentum", text="Momentum of sgd.", panel=TRAINING)] = 0.0,
     weight_decay: Annotated[float, _real("--weight-decay", text="Weight decay.", panel=TRAINING)] = 0.0,
-    device: Annotated[Device, _option("--device", text="Where the workers compute.", panel=TRAINING)] = Device.auto,
+    device: Annotated[Device, option("--device", text="Where the workers compute.", panel=TRAINING)] = Device.auto,
     threads: Annotated[int, whole("--threads", text="Torch threads of each process.", panel=TRAINING)] = 1,
+    wire: Annotated[
+        Wire, option("--wire", text="What vectors are made of between server and workers.", panel=TRAINING)
+    ] = Wire.float32,
     epochs: Annotated[
         float | None,
         _real(
@@ -156,27 +176,27 @@ def _config(
     ] = 0.5,
     profile: Annotated[
         str,
-        _option("--cluster", metavar="NAME", text="A profile that ships, or the path of a TOML file.", panel=CLUSTER),
+        option("--cluster", metavar="NAME", text="A profile that ships, or the path of a TOML file.", panel=CLUSTER),
     ] = "none",
     step_time: Annotated[
         str | None,
-        _option("--step-time", metavar="TIME", text="Mean time of a local step, as in 50ms.", panel=CLUSTER),
+        option("--step-time", metavar="TIME", text="Mean time of a local step, as in 50ms.", panel=CLUSTER),
     ] = None,
     link: Annotated[
         str | None,
-        _option("--link", metavar="RATE[,LATENCY]", text="The server's link, as in 1gbit,0.5ms.", panel=CLUSTER),
+        option("--link", metavar="RATE[,LATENCY]", text="The server's link, as in 1gbit,0.5ms.", panel=CLUSTER),
     ] = None,
     slow: Annotated[
         str | None,
-        _option("--slow", metavar="RANK:FACTORx,...", text="Slower workers, as in 6:2x,7:4x.", panel=CLUSTER),
+        option("--slow", metavar="RANK:FACTORx,...", text="Slower workers, as in 6:2x,7:4x.", panel=CLUSTER),
     ] = None,
     pause: Annotated[
         str | None,
-        _option("--pause", metavar="PROBABILITY:MEAN", text="Pauses after steps, as in 0.01:2s.", panel=CLUSTER),
+        option("--pause", metavar="PROBABILITY:MEAN", text="Pauses after steps, as in 0.01:2s.", panel=CLUSTER),
     ] = None,
     fault: Annotated[
         list[str] | None,
-        _option(
+        option(
             "--fault",
             metavar="KIND:worker=RANK,at=TIME",
             text="Kill or restart a worker, as in kill:worker=3,at=20s; repeatable.",
@@ -211,6 +231,7 @@ def _config(
         weight_decay=weight_decay,
         device=device.value,
         threads=threads,
+        wire=wire.value,
         epochs=epochs,
         steps=steps,
         seconds=seconds,

@@ -5,8 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from sapus_cli.commands.options import AsJson, Name, Quiet, Results, check_port, takes_run_options, whole
+import msgspec
+
+from sapus_cli.commands.options import (
+    AsJson,
+    Name,
+    Quiet,
+    Results,
+    Transport,
+    check_port,
+    option,
+    takes_run_options,
+    whole,
+)
 from sapus_cli.config import RunConfig  # noqa: TC001 - typer reads the annotations
+from sapus_cli.errors import UserError
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -23,14 +36,26 @@ def command(
     *,
     results: Results = Path("results"),
     name: Name = None,
+    transport: Annotated[
+        Transport,
+        option(
+            "--transport",
+            text="How messages travel: tcp (a real network stack, so that server CPU means something), ipc, or shm: "
+            "vectors through shared memory.",
+        ),
+    ] = Transport.tcp,
     port: Annotated[int | None, whole("--port", text="Port of the server; a free one by default.")] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> int:
     """Train a model with one strategy: a server, N workers and an evaluator on this machine."""
+    config = msgspec.structs.replace(config, transport=transport.value)
+    endpoint = None
     if port is not None:
         check_port(f"--port {port}", str(port), "; leave it out for a free one")
-    endpoint = f"tcp://127.0.0.1:{'*' if port is None else port}"
+        if transport is not Transport.tcp:
+            raise UserError(f"--port {port}: {transport} has no ports; leave one of the two out")
+        endpoint = f"tcp://127.0.0.1:{port}"
     return launch(config, results, name, endpoint, own_workers=True, quiet=quiet, as_json=as_json)
 
 
@@ -38,7 +63,7 @@ def launch(
     config: RunConfig,
     results: Path,
     name: str | None,
-    endpoint: str,
+    endpoint: str | None,
     *,
     own_workers: bool,
     quiet: bool,

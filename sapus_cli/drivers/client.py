@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 import zmq
 
+from sapus_cli.cluster import ELEMENT_BYTES
 from sapus_cli.codec import (
     PROTOCOL_VERSION,
     FromClient,
@@ -19,6 +21,7 @@ from sapus_cli.codec import (
     payload_bytes,
     raw,
 )
+from sapus_cli.drivers.transport import Segment, prefer_reno
 from sapus_cli.errors import RemoteProtocolError, RunFailedError
 
 if TYPE_CHECKING:
@@ -31,6 +34,12 @@ HANDSHAKE_MS = 30_000
 class Client:
     """A DEALER socket that speaks the codec; vectors are received into a buffer of ours, and sent without a copy.
 
+    Where the server shares memory with us, a vector is there when its message is.
+
+    Attributes:
+        welcome: the server's answer to our greeting.
+        segment: the memory shared with the server, or None.
+
     Raises from every call:
         RemoteProtocolError: the server sent what is no message, or refused ours.
         RunFailedError: the endpoint is none, or no answer to the greeting in time.
@@ -42,7 +51,8 @@ class Client:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._elements = 0
+        self.segment: Segment | None = None
+        self._vector_bytes = 0
         try:
             self._socket.connect(endpoint)
             self.welcome = self._greet(Hello(protocol=PROTOCOL_VERSION, role=role, rank=rank))
@@ -52,11 +62,20 @@ class Client:
         except (RunFailedError, RemoteProtocolError):
             self._abandon()
             raise
-        self._elements = self.welcome.elements
+        prefer_reno(endpoint)
+
+    def buffers(self) -> tuple[Vec | None, Vec | None]:
+        """What pushes are to be sent from and states received into, of shape `(d,)`; None: any float32 on the host."""
+        if self.segment is not None:
+            return self.segment.push, self.segment.state
+        if self.welcome.wire == "float32":
+            return None, None
+        dtype = getattr(torch, self.welcome.wire)
+        return torch.empty(self.welcome.elements, dtype=dtype), torch.empty(self.welcome.elements, dtype=dtype)
 
     def send(self, message: FromClient, vector: Vec | None = None) -> None:
         """Send a message. `vector`, shape `(d,)` on the host, must stay as it is until the server has answered."""
-        if vector is None:
+        if vector is None or self.segment is not None:
             self._socket.send(encode(message))
             return
         self._socket.send(encode(message), zmq.SNDMORE)
@@ -74,13 +93,13 @@ class Client:
         sizes: list[int] = []
         more = header.more
         while more:
-            if into is None or sizes or not payload_bytes(message, self._elements):
+            if into is None or sizes or not payload_bytes(message, self._vector_bytes):
                 frame = self._socket.recv(copy=False)
                 sizes.append(len(frame))
             else:
                 sizes.append(self._socket.recv_into(raw(into)))
             more = bool(self._socket.getsockopt(zmq.RCVMORE))
-        check_payload(message, self._elements, sizes)
+        check_payload(message, self._vector_bytes, sizes)
         if isinstance(message, Refused):
             raise RemoteProtocolError(f"the server refused: {message.reason}")
         return message
@@ -104,4 +123,8 @@ class Client:
             )
         if not isinstance(answer, Welcome):
             raise RemoteProtocolError(f"the server at {self.endpoint} answered the greeting with {answer!r}")
+        if answer.segment:
+            self.segment = Segment.open(answer.segment, answer.elements, getattr(torch, answer.wire))
+        else:
+            self._vector_bytes = answer.elements * ELEMENT_BYTES[answer.wire]
         return answer

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,11 +49,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
     from pathlib import Path
 
-    from sapus_cli.config import RunConfig
+    from sapus_cli.config import RunConfig, Transport
     from sapus_cli.strategy import AnyStrategy
 
-LOOPBACK = "tcp://127.0.0.1:*"
-PRELOAD = ["torch", "torch._dynamo", "sapus_cli.cli", "sapus_cli.drivers.roles"]
 POLL_S = 0.1
 SAMPLE_EVERY_S = 0.5
 HALT_S = 5.0
@@ -135,7 +135,7 @@ class Launcher:
         results: folder that gets the run folder.
         name: name of the run folder, or None for the automatic one.
         observe: makes whoever is told how it goes, once the plan is known.
-        endpoint: where the server listens.
+        endpoint: where the server listens; None: anywhere on this machine, as the transport has it.
         own_workers: start the workers here; otherwise wait for them to connect.
     """
 
@@ -146,16 +146,16 @@ class Launcher:
         name: str | None,
         observe: Callable[[Plan], Observer],
         *,
-        endpoint: str = LOOPBACK,
+        endpoint: str | None = None,
         own_workers: bool = True,
     ) -> None:
         self._config = config
         self._results = results
         self._name = name
         self._observe = observe
-        self._endpoint = endpoint
+        self._endpoint = endpoint or loopback(config.transport)
         self._own_workers = own_workers
-        self._called_s = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self._called_s = process.created_s()
         self._released_s: float | None = None
         self._startup_s = 0.0
         self._ended: Ended | None = None
@@ -475,11 +475,24 @@ class Launcher:
         traces.write_run(self._folder, self._record)
 
 
+def loopback(transport: Transport) -> str:
+    """An endpoint of this machine for a server to listen at, which leaves no file behind.
+
+    Raises:
+        UserError: this system has no such transport.
+    """
+    if transport == "tcp":
+        return "tcp://127.0.0.1:*"
+    if sys.platform != "linux":
+        raise UserError(f"--transport {transport}: only on Linux; leave it out, which takes tcp")
+    return f"ipc://@sapus-{secrets.token_hex(8)}"
+
+
 def fork_server(threads: int) -> ForkServerContext:
     """The context that children are started from. Its server begins to import torch now, while the launcher goes on."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["sapus_cli.drivers.preload", "sapus_cli.cli"])
     forkserver.ensure_running()
     return context
 

@@ -9,12 +9,15 @@ import platform
 import signal
 import sys
 import threading
+import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
     from types import FrameType
 
 MIB = 1 << 20
@@ -44,6 +47,20 @@ def signals_noted(names: list[str]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def created_s() -> float:
+    """When this process was created, on the clock of time.monotonic().
+
+    psutil reckons from the time of boot in whole seconds, so that it can be a second off; Linux itself counts from
+    boot in hundredths.
+    """
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        since_s = time.time() - psutil.Process().create_time()
+    return time.monotonic() - since_s
 
 
 def settle(threads: int) -> None:

@@ -103,6 +103,8 @@ def serve(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Pre
             setting=setting(config),
             fingerprint=ready.fingerprint,
             config=msgspec.json.encode(config),
+            wire=config.wire,
+            shared=config.transport == "shm",
             launcher=pipe,
             pushes=pushes,
             target_accuracy=config.target_accuracy,

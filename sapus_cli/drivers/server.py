@@ -17,9 +17,8 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
-from sapus_cli.cluster import Direction, ServerTime
+from sapus_cli.cluster import ELEMENT_BYTES, Direction, ServerTime
 from sapus_cli.codec import (
-    FLOAT32_BYTES,
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
     Declined,
@@ -38,6 +37,7 @@ from sapus_cli.codec import (
     check_payload,
     decode_from_client,
     encode,
+    payload_bytes,
     raw,
 )
 from sapus_cli.drivers.control import (
@@ -54,6 +54,7 @@ from sapus_cli.drivers.control import (
     tell,
 )
 from sapus_cli.drivers.delay import Arrivals, DelayLine, Line
+from sapus_cli.drivers.transport import Segment, prefer_reno
 from sapus_cli.errors import RemoteProtocolError, UserError
 from sapus_cli.protocol import Outgoing, PushRow, ServerCore
 from sapus_cli.strategy import STANDARD_INFO
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from sapus_cli.cluster import ClusterProfile
+    from sapus_cli.cluster import ClusterProfile, Wire
     from sapus_cli.strategy import AnyStrategy, Setting, Vec
     from sapus_cli.traces import Trace
 
@@ -88,17 +89,28 @@ class Traffic:
 
 @dataclass(slots=True)
 class Peer:
-    """A client of the server and what is known of it."""
+    """A client of the server and what is known of it.
+
+    `wire` is what its vectors are made of, `segment` the memory that it shares with the server, if it does.
+    """
 
     identity: bytes
     role: str
     rank: int
+    wire: Wire = "float32"
+    segment: Segment | None = None
     traffic: Traffic = field(default_factory=Traffic)
     steps: int = 0
     pushes: int = 0
     interval: int = 0
     loss: float = float("nan")
     left: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its vectors are made of, for torch."""
+        dtype: torch.dtype = getattr(torch, self.wire)
+        return dtype
 
 
 def bind(endpoint: str, elements: int) -> tuple[zmq.Socket[bytes], str]:
@@ -112,7 +124,7 @@ def bind(endpoint: str, elements: int) -> tuple[zmq.Socket[bytes], str]:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, FLOAT32_BYTES * elements))
+    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, torch.float32.itemsize * elements))
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -137,6 +149,8 @@ class Server:
         setting: what the strategy may know of where it runs.
         fingerprint: layout that every worker's model must have.
         config: the run's configuration, JSON, for workers started by hand.
+        wire: what the elements of a worker's vectors are on their way.
+        shared: a worker's vectors go through memory shared with it, not through the socket; they count as if they did.
         launcher: pipe to the launcher.
         pushes: pushes.csv.
         target_accuracy: accuracy at which the run ends, or None.
@@ -153,6 +167,8 @@ class Server:
         setting: Setting,
         fingerprint: str,
         config: bytes,
+        wire: Wire = "float32",
+        shared: bool = False,
         launcher: Connection,
         pushes: Trace,
         target_accuracy: float | None,
@@ -160,6 +176,8 @@ class Server:
         self.core = ServerCore(strategy, x0, n_workers, setting)
         self._socket = socket
         self._elements = x0.numel()
+        self._wire = wire
+        self._shared = shared
         self._n_workers = n_workers
         self._profile = profile
         self._up = Arrivals(Direction(profile.link, profile.wire_scale))
@@ -253,13 +271,14 @@ class Server:
         identity = bytes(frames[0].buffer)
         peer = self._peers.get(identity)
         header, payload = frames[1], frames[2:]
+        vector_bytes = self._vector_bytes(peer)
         try:
             message = decode_from_client(header.buffer)
-            check_payload(message, self._elements, [len(frame) for frame in payload])
+            check_payload(message, 0 if peer and peer.segment else vector_bytes, [len(frame) for frame in payload])
         except RemoteProtocolError as error:
             self._refuse(identity, peer, error)
             return
-        n_bytes = len(header) + sum(len(frame) for frame in payload)
+        n_bytes = len(header) + payload_bytes(message, vector_bytes)
         if peer is not None:
             peer.traffic.rx_bytes += self._profile.scaled(n_bytes)
             peer.traffic.rx_frames += 1 + len(payload)
@@ -270,6 +289,10 @@ class Server:
             self._up.put(sent_s, n_bytes, partial(self._arrived, n_bytes, take))
         else:
             take()
+
+    def _vector_bytes(self, peer: Peer | None) -> int:
+        """Size of a vector on its way from or to a client."""
+        return self._elements * ELEMENT_BYTES["float32" if peer is None else peer.wire]
 
     def _shapes(self, peer: Peer | None) -> bool:
         """Whether the link holds up what this client sends and gets: a worker does, and only in training."""
@@ -309,7 +332,7 @@ class Server:
                 raise RemoteProtocolError("the first message must be a hello")
             self._greet(identity, message, n_bytes)
         elif isinstance(message, Push) and peer.role == "worker":
-            self._push(peer, message, payload[0], n_bytes)
+            self._push(peer, message, payload, n_bytes)
         elif isinstance(message, Pull) and peer.role == "worker":
             self._pull(peer, message)
         elif isinstance(message, Leave) and peer.role == "worker" and not peer.left:
@@ -340,6 +363,9 @@ class Server:
             if rank not in free:
                 raise RemoteProtocolError(f"rank {rank} is taken, or not below {self._n_workers}")
         peer = self._peers[identity] = Peer(identity, hello.role, rank)
+        if hello.role == "worker":
+            peer.wire = self._wire
+            peer.segment = Segment.create(self._elements, peer.dtype) if self._shared else None
         if hello.role == "worker" and rank in self._workers:
             before = self._workers[rank]
             peer.traffic, peer.steps, peer.pushes = before.traffic, before.steps, before.pushes
@@ -357,8 +383,11 @@ class Server:
                 fingerprint=self._fingerprint,
                 config=self._config,
                 steps=peer.steps,
+                wire=peer.wire,
+                segment=peer.segment.path if peer.segment else "",
             ),
         )
+        prefer_reno(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _pull(self, peer: Peer, message: Pull) -> None:
         if message.fingerprint != self._fingerprint:
@@ -367,6 +396,8 @@ class Server:
             )
         replies = self.core.join(peer.rank, self.now)
         self._returning.discard(peer.rank)
+        if peer.segment is not None:
+            peer.segment.close()
         first = self.core.started and not self._released
         if first:
             self._released = time.monotonic()
@@ -378,8 +409,8 @@ class Server:
         if first:
             tell(self._launcher, Released(self._released))
 
-    def _push(self, peer: Peer, message: Push, frame: zmq.Frame, n_bytes: int) -> None:
-        vector = torch.frombuffer(frame.buffer, dtype=torch.float32)
+    def _push(self, peer: Peer, message: Push, payload: Sequence[zmq.Frame], n_bytes: int) -> None:
+        vector = peer.segment.push if peer.segment else torch.frombuffer(payload[0].buffer, dtype=peer.dtype)
         declined, received = self.core.declined, self.core.received
         replies = self.core.push(
             peer.rank,
@@ -472,25 +503,32 @@ class Server:
         """Answer a worker, over the link; returns what it counts as there."""
         if not self._shapes(peer):
             return self._send(peer.identity, message, vector)
-        n_bytes = len(encode(message)) + (0 if vector is None else FLOAT32_BYTES * vector.numel())
+        n_bytes = len(encode(message)) + (0 if vector is None else self._vector_bytes(peer))
         handed_over = self._thread.done_at(self.now, self._unreal_s(n_bytes))
         due = self._down.deliver_at(handed_over, n_bytes)
         if isinstance(message, State):
             message = msgspec.structs.replace(message, link_s=due - self.now)
-        snapshot = None if vector is None else vector.clone()
+        snapshot = None if vector is None else vector.to(peer.dtype, copy=True)
         self._line.put(due, partial(self._pass_on, peer.identity, encode(message), snapshot))
-        return self._count_sent(peer.identity, n_bytes, 1 if vector is None else 2)
+        return self._count_sent(peer, n_bytes, vector)
 
     def _send(self, identity: bytes, message: FromServer, vector: Vec | None = None) -> int:
         """Send a message, `vector` as it is now; returns what it counts as on the link."""
         header = encode(message)
+        peer = self._peers.get(identity)
         if not self._pass_on(identity, header, vector, copy=True):
             return 0
-        n_bytes = len(header) + (0 if vector is None else FLOAT32_BYTES * vector.numel())
-        return self._count_sent(identity, n_bytes, 1 if vector is None else 2)
+        return self._count_sent(peer, len(header) + (0 if vector is None else self._vector_bytes(peer)), vector)
 
     def _pass_on(self, identity: bytes, header: bytes, vector: Vec | None, *, copy: bool = False) -> bool:
         """Hand a message to the socket; returns whether its client is there. What is not copied must not change."""
+        peer = self._peers.get(identity)
+        if vector is not None and peer is not None:
+            if peer.segment is not None:
+                peer.segment.state.copy_(vector)
+                vector = None
+            elif peer.dtype != vector.dtype:
+                vector, copy = vector.to(peer.dtype), False
         try:
             self._socket.send(identity, zmq.SNDMORE)
             if vector is None:
@@ -505,12 +543,11 @@ class Server:
             return False
         return True
 
-    def _count_sent(self, identity: bytes, n_bytes: int, n_frames: int) -> int:
+    def _count_sent(self, peer: Peer | None, n_bytes: int, vector: Vec | None) -> int:
         scaled = self._profile.scaled(n_bytes)
-        peer = self._peers.get(identity)
         if peer is not None:
             peer.traffic.tx_bytes += scaled
-            peer.traffic.tx_frames += n_frames
+            peer.traffic.tx_frames += 1 if vector is None or peer.segment else 2
         return scaled
 
     def _write(self, row: PushRow, bytes_out: int) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sapus_cli import registry, traces
-from sapus_cli.cluster import MOST_WORKERS, Direction, ServerTime, StepTimes
-from sapus_cli.codec import FLOAT32_BYTES, Declined, Leave, Push, State, encode
+from sapus_cli.cluster import ELEMENT_BYTES, MOST_WORKERS, Direction, ServerTime, StepTimes
+from sapus_cli.codec import Declined, Leave, Push, State, encode
 from sapus_cli.drivers import roles
 from sapus_cli.drivers.control import Ended, Measured, WorkerTotals
 from sapus_cli.drivers.pool import Progress
@@ -156,11 +156,13 @@ class Simulation:
         flat = FlatModel(model)
         x0 = flat.vector.clone()
         self._elements = x0.numel()
+        self._vector_bytes = x0.numel() * ELEMENT_BYTES[config.wire]
         # One model computes for all workers, and what one of them pushes is copied before another writes it.
-        outgoing = torch.empty_like(x0)
+        outgoing = torch.empty(x0.numel(), dtype=getattr(torch, config.wire))
+        incoming = None if config.wire == "float32" else torch.empty_like(outgoing)
 
         def worker(trainer: Trainer, rank: int) -> _Worker:
-            core = WorkerCore(strategy, trainer.vector, rank, flat.n_params, outgoing)
+            core = WorkerCore(strategy, trainer.vector, rank, flat.n_params, outgoing, incoming)
             return _Worker(core, trainer, StepTimes(self._profile, config.seed, rank))
 
         self._worker = worker
@@ -275,7 +277,7 @@ class Simulation:
 
     def _send(self, rank: int, push: Push | None) -> None:
         if push is not None:
-            size = len(encode(push)) + FLOAT32_BYTES * self._elements
+            size = len(encode(push)) + self._vector_bytes
             worker = self._workers[rank]
             vector = worker.core.outgoing.clone()
             arrives = self._up.deliver_at(self._now, size)
@@ -306,7 +308,7 @@ class Simulation:
         sent: Vec | None = None
         copy: Vec | None = None
         for reply in replies:
-            payload = 0 if reply.vector is None else FLOAT32_BYTES * self._elements
+            payload = 0 if reply.vector is None else self._vector_bytes
             size = len(encode(reply.message)) + payload
             n_bytes = self._profile.scaled(size)
             traffic = self._traffic[reply.worker]

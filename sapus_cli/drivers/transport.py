@@ -1,0 +1,107 @@
+"""How messages travel on one machine: sockets set up for loopback, and memory shared with a worker.
+
+The server makes a segment of memory for each worker that has no name anywhere: when its processes are gone, however
+they ended, so is the segment. A worker opens it through the server's entry in /proc.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from sapus_cli.errors import RunFailedError
+
+
+class Segment:
+    """Two vectors that a worker and the server share: one for its pushes, one for the states that it gets.
+
+    A message tells the other side that a vector is there, and whose turn it is: the worker writes `push` before it
+    sends a push, and not again before the reply; the server writes `state` before it replies.
+
+    Attributes:
+        push: shape `(d,)`.
+        state: shape `(d,)`.
+    """
+
+    def __init__(self, file: int, elements: int, dtype: torch.dtype) -> None:
+        size = elements * dtype.itemsize
+        self._file = file
+        memory = mmap.mmap(file, 2 * size)
+        self.push = torch.frombuffer(memory, dtype=dtype, count=elements)
+        self.state = torch.frombuffer(memory, dtype=dtype, count=elements, offset=size)
+
+    @classmethod
+    def create(cls, elements: int, dtype: torch.dtype) -> Segment:
+        """Memory for vectors of shape `(elements,)`.
+
+        Raises:
+            OSError: there is none.
+        """
+        file = os.memfd_create("sapus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, 2 * elements * dtype.itemsize)
+        # Nobody can take away memory that somebody else is reading.
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(file, elements, dtype)
+
+    @classmethod
+    def open(cls, path: str, elements: int, dtype: torch.dtype) -> Segment:
+        """The segment that a server offers at `path`.
+
+        Raises:
+            RunFailedError: it is not there, for instance because server and worker see different processes.
+        """
+        if not re.fullmatch(r"/proc/\d+/fd/\d+", path):
+            raise RunFailedError(f"the server offers shared memory at {path!r}, which is no place for it")
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            segment = cls(file, elements, dtype)
+        except (OSError, ValueError) as error:
+            raise RunFailedError(
+                f"cannot open the shared memory of the server, {path}: {error}; use --transport tcp"
+            ) from error
+        segment.close()
+        return segment
+
+    @property
+    def path(self) -> str:
+        """Where a worker of this machine can open it while the server has not closed it."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def close(self) -> None:
+        """Let nobody else open it. The memory stays as long as somebody uses it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def prefer_reno(endpoint: str) -> None:
+    """Take this process's TCP connections of a loopback endpoint off a congestion control that paces.
+
+    There is no congestion on loopback; bbr paces there all the same. Sockets stay as they are where the system does not
+    have reno, or not for us.
+    """
+    if not endpoint.startswith("tcp://127."):
+        return
+    port = int(endpoint.rpartition(":")[2])
+    for file in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else ():
+        with suppress(OSError):
+            _prefer_reno(file, port)
+
+
+def _prefer_reno(file: Path, port: int) -> None:
+    if not str(file.readlink()).startswith("socket:"):
+        return
+    with socket.socket(fileno=os.dup(int(file.name))) as connection:
+        if connection.family != socket.AF_INET or connection.type != socket.SOCK_STREAM:
+            return
+        ends = [connection.getsockname(), connection.getpeername()]
+        if port in {end[1] for end in ends}:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

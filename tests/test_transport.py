@@ -1,0 +1,185 @@
+"""How messages travel: the same bits over every transport, memory that nobody can leave behind, narrow wires."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from processes import launch, sapus, start
+
+from sapus_cli.analysis import setting_of
+from sapus_cli.drivers.launch import loopback
+from sapus_cli.drivers.transport import Segment, prefer_reno
+from sapus_cli.errors import RunFailedError
+from sapus_cli.traces import read_run, read_trace
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's")
+
+
+def shared_memory() -> list[str]:
+    """Mappings of shared segments in all processes that can be looked at."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue
+        found += [line for line in maps.splitlines() if "memfd:sapus" in line]
+    return found
+
+
+def test_what_one_side_writes_the_other_reads() -> None:
+    ours = Segment.create(3, torch.float32)
+    theirs = Segment.open(ours.path, 3, torch.float32)
+    ours.state.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    theirs.push.copy_(torch.tensor([4.0, 5.0, 6.0]))
+    assert theirs.state.tolist() == [1.0, 2.0, 3.0]
+    assert ours.push.tolist() == [4.0, 5.0, 6.0]
+    path = ours.path
+    ours.close()
+    ours.close()
+    with pytest.raises(RunFailedError, match="use --transport tcp"):
+        Segment.open(path, 3, torch.float32)
+    assert ours.push.tolist() == [4.0, 5.0, 6.0], "the memory outlives its descriptor"
+
+
+def test_nobody_can_take_the_memory_away() -> None:
+    segment = Segment.create(1024, torch.bfloat16)
+    with Path(segment.path).open("r+b") as file, pytest.raises(PermissionError):
+        file.truncate(0)
+    segment.close()
+
+
+def test_the_memory_goes_with_its_last_user() -> None:
+    segment = Segment.create(10**6, torch.float32)
+    segment.push.fill_(1.0)
+    segment.close()
+    kept = segment.push
+    del segment
+    gc.collect()
+    assert kept.sum() == 10**6
+    assert shared_memory()
+    del kept
+    gc.collect()
+    assert not shared_memory()
+
+
+def test_a_segment_of_another_size_or_place_is_refused(tmp_path: Path) -> None:
+    segment = Segment.create(10, torch.float32)
+    with pytest.raises(RunFailedError, match="cannot open the shared memory"):
+        Segment.open(segment.path, 10**6, torch.float32)
+    segment.close()
+    (tmp_path / "file").write_bytes(bytes(80))
+    with pytest.raises(RunFailedError, match="no place for it"):
+        Segment.open(str(tmp_path / "file"), 10, torch.float32)
+
+
+def test_connections_of_a_loopback_endpoint_do_not_pace() -> None:
+    def control(connection: socket.socket) -> bytes:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    if "reno" not in Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text() and os.getuid():
+        pytest.skip("reno is not for everybody here")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as near, listening.accept()[0] as far:
+            before = control(near)
+            prefer_reno("ipc://@somewhere")
+            prefer_reno(f"tcp://10.0.0.1:{port}")
+            prefer_reno(f"tcp://127.0.0.1:{port + 1}")
+            assert control(near) == control(far) == before
+            prefer_reno(f"tcp://127.0.0.1:{port}")
+            assert control(near) == control(far) == b"reno"
+            near.sendall(b"still here")
+            assert far.recv(16) == b"still here"
+
+
+def test_every_transport_has_an_endpoint_that_leaves_no_file() -> None:
+    assert loopback("tcp") == "tcp://127.0.0.1:*"
+    assert loopback("shm").startswith("ipc://@sapus-")
+    assert loopback("ipc") != loopback("ipc")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+def test_every_transport_gives_the_same_bits_and_counts_the_same_bytes(tmp_path: Path, wire: str) -> None:
+    records = {
+        transport: launch(tmp_path, strategy="bsp", workers=3, steps=12, transport=transport, wire=wire).record
+        for transport in ("tcp", "ipc", "shm")
+    }
+    assert len({record["state_sha256"] for record in records.values()}) == 1
+    d, width = records["tcp"]["model"]["elements"], 4 if wire == "float32" else 2
+    for transport, record in records.items():
+        totals = record["totals"]
+        assert totals["pushes"] == 36
+        # 36 pushes, 3 first states and 36 replies; a header has less than 400 bytes, welcome with the config below 3000
+        assert 36 * d * width < totals["rx_bytes"] < 36 * (d * width + 400)
+        assert 39 * d * width < totals["tx_bytes"] < 39 * (d * width + 400) + 3 * 3000
+        assert totals["rx_frames"] == (36 if transport == "shm" else 72) + 3 * 3
+    assert not shared_memory()
+    assert not list(Path("/dev/shm").glob("*sapus*"))  # noqa: S108 - nothing is made there
+
+
+@pytest.mark.slow
+def test_a_wire_makes_the_same_bits_in_virtual_time(tmp_path: Path) -> None:
+    real = launch(tmp_path, strategy="local-sgd", params={"h": 2}, steps=8, wire="bfloat16").record
+    done = sapus(
+        *("simulate", "-s", "local-sgd", "-p", "h=2", "-w", "2", "--model", "mlp", "--steps", "8"),
+        *("--wire", "bfloat16", "--step-time", "1ms", "--name", "virtual", "-q"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    virtual = read_run(tmp_path / "results" / "virtual")
+    assert virtual["state_sha256"] == real["state_sha256"]
+    d = virtual["model"]["elements"]
+    bytes_in = read_trace(tmp_path / "results" / "virtual", "pushes")["bytes_in"]
+    assert ((bytes_in > 2 * d) & (bytes_in < 2 * d + 400)).all()
+
+
+@pytest.mark.slow
+def test_no_memory_is_left_when_all_processes_are_killed(tmp_path: Path) -> None:
+    run = start(tmp_path, "run", "-s", "asp", "-w", "2", "--seconds", "60", "--transport", "shm")
+    run.wait_for_pushes()
+    assert len(shared_memory()) >= 4, "two segments, each mapped by the server and its worker"
+    family = run.family()
+    for process in [psutil.Process(run.process.pid), *family]:
+        process.kill()
+    run.process.communicate(timeout=10)
+    psutil.wait_procs(family, timeout=10)
+    assert not shared_memory()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--transport", "shm", "--port", "5555"], "--port 5555: shm has no ports; leave one of the two out"),
+        (["--transport", "rdma"], "'rdma' is not one of 'tcp', 'ipc', 'shm'"),
+        (["--wire", "int8"], "'int8' is not one of 'float32', 'bfloat16', 'float16'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(tmp_path: Path, arguments: list[str], says: str) -> None:
+    done = sapus("run", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_before_there_was_a_choice_is_like_one_of_today() -> None:
+    class Recorded:
+        clock = "real"
+
+        def __init__(self, **config: Any) -> None:
+            self.record = {"config": {"lr": 0.1, **config}}
+
+    old, new = Recorded(), Recorded(wire="float32", transport="tcp")
+    assert setting_of(old) == setting_of(new)  # type: ignore[arg-type]
+    assert setting_of(new) != setting_of(Recorded(wire="float16", transport="tcp"))  # type: ignore[arg-type]
