@@ -194,6 +194,20 @@ def raw(vector: Vec) -> memoryview:
     return vector.view(torch.uint8).numpy().data
 
 
+class Raw:
+    """`raw` for a vector that comes again and again, which is then as fast as to add a small one."""
+
+    def __init__(self) -> None:
+        self._vector: Vec | None = None
+        self._bytes = memoryview(b"")
+
+    def of(self, vector: Vec) -> memoryview:
+        """The bytes of a vector of shape `(d,)` on the host, without a copy."""
+        if vector is not self._vector:
+            self._vector, self._bytes = vector, raw(vector)
+        return self._bytes
+
+
 def check_payload(message: Message, vector_bytes: int, sizes: list[int]) -> None:
     """Check the frames after a header: their sizes in bytes against what the message must carry.
 

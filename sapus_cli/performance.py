@@ -96,14 +96,24 @@ class ServerLoad:
 
     cpu_s: Average = field(default_factory=lambda: Average(CPU_WEIGHT))
     _last_cpu_s: float | None = None
+    _since: int = 0
     _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=_RATES))
     _bytes: int = 0
 
     def add(self, server_cpu_s: float, exchange_s: float, n_bytes: int) -> None:
-        """Take note of a push: the server's CPU seconds so far, its worker's last exchange, its size."""
-        if self._last_cpu_s is not None:
-            self.cpu_s.add(server_cpu_s - self._last_cpu_s)
-        self._last_cpu_s = server_cpu_s
+        """Take note of a push: the server's CPU seconds so far, its worker's last exchange, its size.
+
+        CPU seconds that have not changed were not read anew: what the next reading adds is that of all pushes since.
+        """
+        if self._last_cpu_s is None:
+            self._last_cpu_s = server_cpu_s
+        else:
+            self._since += 1
+        if server_cpu_s > self._last_cpu_s:
+            each_s = (server_cpu_s - self._last_cpu_s) / self._since
+            for _ in range(self._since):
+                self.cpu_s.add(each_s)
+            self._last_cpu_s, self._since = server_cpu_s, 0
         self._bytes = n_bytes
         if exchange_s > 0:
             self._exchanges.append(exchange_s)

@@ -169,6 +169,9 @@ class Late:
         self._link_s = link_s
         self._replies = [State(version=0, t_s=0.0, fresh=True)]
 
+    def buffers(self) -> tuple[None, None]:
+        return None, None
+
     def send(self, message: Any, vector: Any = None) -> None:
         if isinstance(message, Push):
             self.pushes.append(message)

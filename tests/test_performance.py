@@ -168,6 +168,15 @@ def test_a_lasting_change_of_the_exchange_is_followed() -> None:
     assert [exchanges(*[9.0] * 16, *[1.0] * n) for n in (4, 5)] == [9.0, 1.0]
 
 
+def test_cpu_seconds_that_were_not_read_anew_are_shared_by_the_pushes_since() -> None:
+    load = ServerLoad()
+    for server_cpu_s in (2.0, 2.0, 2.0, 2.75):
+        load.add(server_cpu_s, 0.0, 8)
+    assert cpu_s(load) == 0.25
+    load.add(2.75, 0.0, 8)
+    assert cpu_s(load) == 0.25
+
+
 def test_cpu_seconds_of_a_push_are_differences() -> None:
     load = ServerLoad()
     # 5 s had gone into starting up, before the first push.

@@ -13,13 +13,13 @@ from sapus_cli.codec import (
     FromClient,
     FromServer,
     Hello,
+    Raw,
     Refused,
     Welcome,
     check_payload,
     decode_from_server,
     encode,
     payload_bytes,
-    raw,
 )
 from sapus_cli.drivers.transport import Segment, prefer_reno
 from sapus_cli.errors import RemoteProtocolError, RunFailedError
@@ -53,6 +53,7 @@ class Client:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self.segment: Segment | None = None
         self._vector_bytes = 0
+        self._sent, self._received = Raw(), Raw()
         try:
             self._socket.connect(endpoint)
             self.welcome = self._greet(Hello(protocol=PROTOCOL_VERSION, role=role, rank=rank))
@@ -79,16 +80,19 @@ class Client:
             self._socket.send(encode(message))
             return
         self._socket.send(encode(message), zmq.SNDMORE)
-        self._socket.send(raw(vector), copy=False)
+        self._socket.send(self._sent.of(vector), copy=False)
 
     def receive(self, into: Vec | None, timeout_ms: int | None) -> FromServer | None:
         """The next message, or None if none came in time (None waits for ever).
 
         A vector goes to `into`, shape `(d,)`.
         """
-        if not self._socket.poll(timeout_ms):
+        if timeout_ms and not self._socket.poll(timeout_ms):
             return None
-        header = self._socket.recv(copy=False)
+        try:
+            header = self._socket.recv(0 if timeout_ms is None else zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
         message = decode_from_server(header.buffer)
         sizes: list[int] = []
         more = header.more
@@ -97,7 +101,7 @@ class Client:
                 frame = self._socket.recv(copy=False)
                 sizes.append(len(frame))
             else:
-                sizes.append(self._socket.recv_into(raw(into)))
+                sizes.append(self._socket.recv_into(self._received.of(into)))
             more = bool(self._socket.getsockopt(zmq.RCVMORE))
         check_payload(message, self._vector_bytes, sizes)
         if isinstance(message, Refused):

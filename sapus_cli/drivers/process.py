@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import platform
 import signal
@@ -84,6 +85,16 @@ def keep_memory() -> None:
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     libc.mallopt(_M_TOP_PAD, 64 * MIB)
     libc.mallopt(_M_ARENA_MAX, 1)
+
+
+def give_back() -> None:
+    """Return freed memory to the system, once, after what was big while things were set up.
+
+    What is kept from then on is what the work itself needs.
+    """
+    gc.collect()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def log_to(path: Path) -> None:

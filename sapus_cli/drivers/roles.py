@@ -91,6 +91,7 @@ def serve(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Pre
     model = FlatModel(build_model(config.model, workload_data.load(Path(ready.data)), config.seed), torch.device("cpu"))
     x0 = model.vector.detach().clone()
     del model
+    process.give_back()
     tell(pipe, Bound(bound))
     folder = Path(_hear_begin(pipe, "server.log").folder)
     with traces.Trace(folder / "pushes.csv", traces.push_columns(strategy.columns)) as pushes:
@@ -150,6 +151,7 @@ def train(client: Client, config: RunConfig, strategy: AnyStrategy, ready: Prepa
         device=worker_device(ready.device, rank),
     )
     trainer.warm_up()
+    process.give_back()
     trainer.steps = client.welcome.steps
     steps = config.steps_per_worker(len(data.train_x))
     worker = Worker(
@@ -179,6 +181,7 @@ def evaluate(pipe: Connection, config: RunConfig, ready: Prepared) -> None:
     client = Client(begin.endpoint, "evaluator")
     data = workload_data.load(Path(ready.data))
     tests = evaluator_of(data)(build_model(config.model, data, config.seed), data, worker_device(ready.device, 0))
+    process.give_back()
     with traces.Trace(Path(begin.folder) / "evals.csv", traces.EVALS) as trace:
         evaluator.run(client, tests, trace, every_s=config.eval_every_s, n_train=len(data.train_x))
     client.close()

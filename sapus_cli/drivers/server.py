@@ -17,7 +17,7 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
-from sapus_cli.cluster import ELEMENT_BYTES, Direction, ServerTime
+from sapus_cli.cluster import Direction, ServerTime
 from sapus_cli.codec import (
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
@@ -29,6 +29,7 @@ from sapus_cli.codec import (
     Leave,
     Pull,
     Push,
+    Raw,
     Refused,
     Snapshot,
     State,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from sapus_cli.traces import Trace
 
 STATUS_EVERY_S = 0.1
+CPU_EVERY_S = 0.005
 HALT_S = 3.0
 LAG_S, LAG_STEPS = 0.01, 0.2
 """An emulated server stays so many seconds behind, but no more than this part of a step: what a busy machine brings
@@ -91,13 +93,13 @@ class Traffic:
 class Peer:
     """A client of the server and what is known of it.
 
-    `wire` is what its vectors are made of, `segment` the memory that it shares with the server, if it does.
+    `dtype` is what its vectors are made of, `segment` the memory that it shares with the server, if it does.
     """
 
     identity: bytes
     role: str
     rank: int
-    wire: Wire = "float32"
+    dtype: torch.dtype = torch.float32
     segment: Segment | None = None
     traffic: Traffic = field(default_factory=Traffic)
     steps: int = 0
@@ -105,12 +107,6 @@ class Peer:
     interval: int = 0
     loss: float = float("nan")
     left: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What its vectors are made of, for torch."""
-        dtype: torch.dtype = getattr(torch, self.wire)
-        return dtype
 
 
 def bind(endpoint: str, elements: int) -> tuple[zmq.Socket[bytes], str]:
@@ -177,6 +173,7 @@ class Server:
         self._socket = socket
         self._elements = x0.numel()
         self._wire = wire
+        self._dtype: torch.dtype = getattr(torch, wire)
         self._shared = shared
         self._n_workers = n_workers
         self._profile = profile
@@ -184,6 +181,7 @@ class Server:
         self._down = Direction(profile.link, profile.wire_scale)
         self._thread = ServerTime()
         self._line = DelayLine()
+        self._raw = Raw()
         self._lag_s = min(LAG_S, LAG_STEPS * (profile.step_s or 0.0))
         self._due: float | None = None
         self._overruns = 0
@@ -200,6 +198,8 @@ class Server:
         self._workers: dict[int, Peer] = {}
         self._released = 0.0
         self._released_cpu_s = 0.0
+        self._cpu_read_s = 0.0
+        self._next_cpu_s = 0.0
         self._end_s: float | None = None
         self._end_cpu_s = 0.0
         self._reached_s: float | None = None
@@ -215,6 +215,7 @@ class Server:
             return self._due
         return time.monotonic() - self._released if self._released else 0.0
 
+    @torch.inference_mode()
     def run(self) -> Ended:
         """Serve until all workers have left and the final state has been evaluated, or the launcher halts the run.
 
@@ -262,9 +263,11 @@ class Server:
     def _drain(self) -> None:
         for _ in range(2 * self._n_workers):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
+            while frames[-1].more:
+                frames.append(self._socket.recv(copy=False))
             self._receive(frames)
 
     def _receive(self, frames: Sequence[zmq.Frame]) -> None:
@@ -292,7 +295,7 @@ class Server:
 
     def _vector_bytes(self, peer: Peer | None) -> int:
         """Size of a vector on its way from or to a client."""
-        return self._elements * ELEMENT_BYTES["float32" if peer is None else peer.wire]
+        return self._elements * (torch.float32 if peer is None else peer.dtype).itemsize
 
     def _shapes(self, peer: Peer | None) -> bool:
         """Whether the link holds up what this client sends and gets: a worker does, and only in training."""
@@ -364,7 +367,7 @@ class Server:
                 raise RemoteProtocolError(f"rank {rank} is taken, or not below {self._n_workers}")
         peer = self._peers[identity] = Peer(identity, hello.role, rank)
         if hello.role == "worker":
-            peer.wire = self._wire
+            peer.dtype = self._dtype
             peer.segment = Segment.create(self._elements, peer.dtype) if self._shared else None
         if hello.role == "worker" and rank in self._workers:
             before = self._workers[rank]
@@ -383,7 +386,7 @@ class Server:
                 fingerprint=self._fingerprint,
                 config=self._config,
                 steps=peer.steps,
-                wire=peer.wire,
+                wire=self._wire if hello.role == "worker" else "float32",
                 segment=peer.segment.path if peer.segment else "",
             ),
         )
@@ -418,7 +421,7 @@ class Server:
             vector,
             self.now,
             self._profile.scaled(n_bytes),
-            time.process_time() - self._released_cpu_s,
+            self._cpu_s(),
         )
         if self.core.declined > declined:
             self._tell_event("declined", peer.rank, f"push {message.seq} is not finite")
@@ -430,6 +433,14 @@ class Server:
             peer.interval = message.n_steps
             peer.loss = message.loss
         self._answer(replies)
+
+    def _cpu_s(self) -> float:
+        """CPU seconds used since the release, read now and then: reading costs as much as adding a small vector."""
+        now = time.monotonic()
+        if now >= self._next_cpu_s:
+            self._next_cpu_s = now + CPU_EVERY_S
+            self._cpu_read_s = time.process_time() - self._released_cpu_s
+        return self._cpu_read_s
 
     def _leave(self, peer: Peer, message: Leave) -> None:
         self._overruns += message.overruns
@@ -494,29 +505,41 @@ class Server:
             self._end_cpu_s = time.process_time()
 
     def _answer(self, replies: Sequence[Outgoing]) -> None:
+        snapshot = self._snapshot(replies)
         for reply in replies:
-            sent = self._reply(self._workers[reply.worker], reply.message, reply.vector)
+            sent = self._reply(self._workers[reply.worker], reply.message, reply.vector, snapshot)
             if reply.row is not None:
                 self._write(reply.row, sent)
 
-    def _reply(self, peer: Peer, message: State | Declined, vector: Vec | None) -> int:
-        """Answer a worker, over the link; returns what it counts as there."""
+    def _snapshot(self, replies: Sequence[Outgoing]) -> Vec | None:
+        """A copy of what goes to many at once, so that the socket need not copy it for each of them; else None."""
+        copied_by_each = self._shared and not self._profile.shapes
+        vector = replies[0].vector if len(replies) > 1 and not copied_by_each else None
+        if vector is None or any(reply.vector is not vector for reply in replies):
+            return None
+        return vector.to(self._dtype, copy=True)
+
+    def _reply(self, peer: Peer, message: State | Declined, vector: Vec | None, snapshot: Vec | None) -> int:
+        """Answer a worker, over the link; returns what it counts as there. A snapshot of the vector will not change."""
         if not self._shapes(peer):
-            return self._send(peer.identity, message, vector)
+            return self._send(peer.identity, message, vector, snapshot)
         n_bytes = len(encode(message)) + (0 if vector is None else self._vector_bytes(peer))
         handed_over = self._thread.done_at(self.now, self._unreal_s(n_bytes))
         due = self._down.deliver_at(handed_over, n_bytes)
         if isinstance(message, State):
             message = msgspec.structs.replace(message, link_s=due - self.now)
-        snapshot = None if vector is None else vector.to(peer.dtype, copy=True)
+        if vector is not None and snapshot is None:
+            snapshot = vector.to(peer.dtype, copy=True)
         self._line.put(due, partial(self._pass_on, peer.identity, encode(message), snapshot))
         return self._count_sent(peer, n_bytes, vector)
 
-    def _send(self, identity: bytes, message: FromServer, vector: Vec | None = None) -> int:
+    def _send(
+        self, identity: bytes, message: FromServer, vector: Vec | None = None, snapshot: Vec | None = None
+    ) -> int:
         """Send a message, `vector` as it is now; returns what it counts as on the link."""
         header = encode(message)
         peer = self._peers.get(identity)
-        if not self._pass_on(identity, header, vector, copy=True):
+        if not self._pass_on(identity, header, vector if snapshot is None else snapshot, copy=snapshot is None):
             return 0
         return self._count_sent(peer, len(header) + (0 if vector is None else self._vector_bytes(peer)), vector)
 
@@ -535,7 +558,7 @@ class Server:
                 self._socket.send(header)
             else:
                 self._socket.send(header, zmq.SNDMORE)
-                self._socket.send(raw(vector), 0, copy=copy)
+                self._socket.send(self._raw.of(vector) if copy else raw(vector), 0, copy=copy)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
