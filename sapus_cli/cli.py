@@ -14,8 +14,10 @@ import typer
 
 from sapus_cli import __version__
 from sapus_cli.commands import (
+    bench,
     calibrate,
     compare,
+    doctor,
     export,
     plot,
     report,
@@ -48,6 +50,7 @@ for module in (
     suite,
     validate,
     calibrate,
+    doctor,
     show,
     compare,
     plot,
@@ -58,6 +61,7 @@ for module in (
     worker,
 ):
     app.command(epilog=module.EXAMPLES)(module.command)
+app.add_typer(bench.app)
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - the form of an option's callback

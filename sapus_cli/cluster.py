@@ -168,7 +168,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def scaled(self, n_bytes: int) -> int:
         """What a message of so many bytes counts as on the link."""
-        return round(n_bytes * self.wire_scale)
+        return n_bytes if self.wire_scale == 1 else round(n_bytes * self.wire_scale)
 
     def _check_faults(self) -> None:
         dead: set[int] = set()

@@ -24,12 +24,12 @@ HEAVY = ("torch", "torchvision", "polars", "zmq", "sklearn", "matplotlib", "nump
 RUN_OPTIONS = (
     *("--strategy", "--param", "--workers", "--seed", "--results", "--name", "--quiet", "--json"),
     *("--dataset", "--model", "--data-dir", "--download", "--partition"),
-    *("--batch-size", "--optimizer", "--lr", "--momentum", "--weight-decay", "--device", "--threads"),
+    *("--batch-size", "--optimizer", "--lr", "--momentum", "--weight-decay", "--device", "--threads", "--wire"),
     *("--epochs", "--steps", "--seconds", "--target-accuracy", "--eval-every"),
     *("--cluster", "--step-time", "--link", "--slow", "--pause", "--fault", "--wire-scale"),
 )
 COMMANDS = {
-    "run": [*RUN_OPTIONS, "--port"],
+    "run": [*RUN_OPTIONS, "--port", "--transport"],
     "simulate": [*RUN_OPTIONS, "--seeds", "--jobs"],
     "suite": ["--jobs", "--dry-run", "--clock", "--retry", "--results", "--quiet"],
     "validate": [
@@ -49,6 +49,7 @@ COMMANDS = {
     "report": ["--target", "--baseline", "--output"],
     "export": ["--to", "--output"],
     "strategies": ["--format"],
+    "doctor": ["--results", "--workers", "--endpoint", "--json"],
 }
 
 

@@ -21,7 +21,7 @@ from sapus_cli.codec import (
     encode,
     payload_bytes,
 )
-from sapus_cli.drivers.transport import Segment, prefer_reno
+from sapus_cli.drivers.transport import COPY_BYTES, Segment, prefer_reno
 from sapus_cli.errors import RemoteProtocolError, RunFailedError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Client:
             self._socket.send(encode(message))
             return
         self._socket.send(encode(message), zmq.SNDMORE)
-        self._socket.send(self._sent.of(vector), copy=False)
+        self._socket.send(self._sent.of(vector), 0, copy=self._vector_bytes < COPY_BYTES)
 
     def receive(self, into: Vec | None, timeout_ms: int | None) -> FromServer | None:
         """The next message, or None if none came in time (None waits for ever).

@@ -55,7 +55,7 @@ from sapus_cli.drivers.control import (
     tell,
 )
 from sapus_cli.drivers.delay import Arrivals, DelayLine, Line
-from sapus_cli.drivers.transport import Segment, prefer_reno
+from sapus_cli.drivers.transport import COPY_BYTES, Segment, prefer_reno
 from sapus_cli.errors import RemoteProtocolError, UserError
 from sapus_cli.protocol import Outgoing, PushRow, ServerCore
 from sapus_cli.strategy import STANDARD_INFO
@@ -271,7 +271,7 @@ class Server:
             self._receive(frames)
 
     def _receive(self, frames: Sequence[zmq.Frame]) -> None:
-        identity = bytes(frames[0].buffer)
+        identity = frames[0].bytes
         peer = self._peers.get(identity)
         header, payload = frames[1], frames[2:]
         vector_bytes = self._vector_bytes(peer)
@@ -285,13 +285,13 @@ class Server:
         if peer is not None:
             peer.traffic.rx_bytes += self._profile.scaled(n_bytes)
             peer.traffic.rx_frames += 1 + len(payload)
-        take = partial(self._take, identity, peer, message, payload, n_bytes)
         if self._shapes(peer):
+            take = partial(self._take, identity, peer, message, payload, n_bytes)
             # What a busy machine brings late was sent when its worker says.
             sent_s = min(self.now, message.sent_s or self.now) if isinstance(message, Push) else self.now
             self._up.put(sent_s, n_bytes, partial(self._arrived, n_bytes, take))
         else:
-            take()
+            self._take(identity, peer, message, payload, n_bytes)
 
     def _vector_bytes(self, peer: Peer | None) -> int:
         """Size of a vector on its way from or to a client."""
@@ -513,7 +513,8 @@ class Server:
 
     def _snapshot(self, replies: Sequence[Outgoing]) -> Vec | None:
         """A copy of what goes to many at once, so that the socket need not copy it for each of them; else None."""
-        copied_by_each = self._shared and not self._profile.shapes
+        small = self._elements * self._dtype.itemsize < COPY_BYTES
+        copied_by_each = (small or self._shared) and not self._profile.shapes
         vector = replies[0].vector if len(replies) > 1 and not copied_by_each else None
         if vector is None or any(reply.vector is not vector for reply in replies):
             return None
@@ -558,7 +559,8 @@ class Server:
                 self._socket.send(header)
             else:
                 self._socket.send(header, zmq.SNDMORE)
-                self._socket.send(self._raw.of(vector) if copy else raw(vector), 0, copy=copy)
+                frame = self._raw.of(vector) if vector is self.core.state.x else raw(vector)
+                self._socket.send(frame, 0, copy=copy or frame.nbytes < COPY_BYTES)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
