@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python tests/bench_performance.py transport worker start > performance.json
 
-Each figure is a ratio within one round or a time; stated are the median of the rounds and their range. On a machine that
-does something else meanwhile the figures mean nothing.
+Each figure is a ratio within one round or a time; stated are the median of the rounds and their range. On a machine
+that does something else meanwhile the figures mean nothing.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python tests/bench_shards.py 2.5e7 4
 
-Elements and workers. Each worker sends a part of its vector to every server, then receives all parts. In each round every
-S is measured once; stated are exchanges a second of all workers, and the median and range of their ratio to one server.
+Elements and workers. Each worker sends a part of its vector to every server, then receives all parts. In each round
+every S is measured once; stated are exchanges a second of all workers, and the median and range of their ratio to one
+server.
 """
 
 from __future__ import annotations

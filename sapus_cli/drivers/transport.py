@@ -19,7 +19,6 @@ import torch
 
 from sapus_cli.errors import RunFailedError
 
-
 COPY_BYTES = 1 << 22
 """A smaller vector is copied into the socket: to hear when the socket needs it no longer wakes a thread, which takes
 longer. Measured with 0.4 MB, where copying gave 1.2 times the exchanges, and 4 MB, where there was no difference."""
