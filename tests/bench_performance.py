@@ -32,12 +32,11 @@ if TYPE_CHECKING:
 
 ROUNDS = 5
 H = 16
-CYCLES = 2
+CYCLES = 1
 MODEL, DATASET = "torchvision:resnet18", "fake:3x32x32:10"
 PAIRS = (("1e5", "8"), ("1e6", "4,8"), ("2.5e7", "4"))
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("local-sgd", {"h": H}),
-    ("local-sgd-async", {"h": H}),
     ("sapus", {}),
 )
 
