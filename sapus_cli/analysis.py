@@ -30,9 +30,6 @@ DEPTH = 3
 _CANNOT_MATTER = frozenset({"strategy", "params", "seed", "data_dir", "download", "device", "cluster"})
 """Entries of the config that say where data lie, or that the record holds in a resolved form."""
 
-_CAME_LATER = {"wire": "float32", "transport": "tcp"}
-"""Entries of the config that older runs do not have, with what they meant."""
-
 _STALE_FRACTION = 0.99
 
 _SHORT = {"batch_size": "batch", "eval_every_s": "eval-every", "target_accuracy": "stop-at"}
@@ -255,7 +252,7 @@ def setting_of(run: Run) -> dict[str, Any]:
     Left out is what cannot matter: where the data lay, whether they were fetched, the words that describe a profile.
     """
     record = run.record
-    config = _CAME_LATER | {key: value for key, value in record["config"].items() if key not in _CANNOT_MATTER}
+    config = {key: value for key, value in traces.config_of(record).items() if key not in _CANNOT_MATTER}
     profile = record.get("cluster") or {}
     cluster = {key: value for key, value in profile.items() if key not in {"name", "description"}}
     return {

@@ -33,7 +33,7 @@ Facts = Annotated[dict[Name, float | Annotated[str, Meta(max_length=64)]], Meta(
 Numbers = Annotated[dict[Name, float], Meta(max_length=32)]
 
 
-class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", omit_defaults=True):
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     """A header."""
 
 
@@ -199,12 +199,14 @@ class Raw:
 
     def __init__(self) -> None:
         self._vector: Vec | None = None
+        self._address = 0
         self._bytes = memoryview(b"")
 
     def of(self, vector: Vec) -> memoryview:
         """The bytes of a vector of shape `(d,)` on the host, without a copy."""
-        if vector is not self._vector:
-            self._vector, self._bytes = vector, raw(vector)
+        address = vector.data_ptr()
+        if vector is not self._vector or address != self._address:
+            self._vector, self._address, self._bytes = vector, address, raw(vector)
         return self._bytes
 
 

@@ -94,8 +94,9 @@ class WorkerCore:
         worker: rank of the worker.
         n_params: elements of the state that are trainable parameters, its first ones; None: all.
         outgoing: a buffer on the host, shape `(d,)`, that several workers may share if each push is copied out of it
-            before the next call of any of them; None: one of its own, float32.
+            before the next call of any of them; None: one of its own.
         incoming: likewise for states, if each is written into it right before `on_state`; None: one of its own.
+        wire: what buffers of its own are made of.
 
     Attributes:
         phase: WAITING means that no step may be taken until a state arrives; DONE that it is time to leave.
@@ -110,13 +111,14 @@ class WorkerCore:
         n_params: int | None = None,
         outgoing: Vec | None = None,
         incoming: Vec | None = None,
+        wire: torch.dtype = torch.float32,
     ) -> None:
         self.phase = Phase.NEW
         self.steps = 0
         self.worker = worker
         self.local = local
-        self.outgoing = _host_buffer(local) if outgoing is None else outgoing
-        self.incoming = _host_buffer(local) if incoming is None else incoming
+        self.outgoing = _host_buffer(local, wire) if outgoing is None else outgoing
+        self.incoming = _host_buffer(local, wire) if incoming is None else incoming
         self.pulled = self.incoming if _alike(self.incoming, local) else torch.empty_like(local)
         self._update = self.outgoing if _alike(self.outgoing, local) else torch.empty_like(local)
         self._cut_off = torch.zeros_like(local) if self.outgoing.dtype != local.dtype else None
@@ -270,10 +272,13 @@ class WorkerCore:
         if self._cut_off is None:
             if self._update is not self.outgoing:
                 self.outgoing.copy_(self._update)
-            return finite(self.outgoing)
+            return finite(self._update)
         self._update.add_(self._cut_off)
-        rounded = self._update.to(self.outgoing.dtype)
-        self.outgoing.copy_(rounded)
+        if self.outgoing.device == self._update.device:
+            rounded = self.outgoing.copy_(self._update)
+        else:
+            rounded = self._update.to(self.outgoing.dtype)
+            self.outgoing.copy_(rounded)
         is_finite = finite(rounded)
         if is_finite and keep:
             torch.sub(self._update, rounded, out=self._cut_off)
@@ -298,8 +303,9 @@ class WorkerCore:
         self.local.add_(moved)
 
 
-def _host_buffer(local: Vec) -> Vec:
-    return torch.empty_like(local) if local.device.type == "cpu" else torch.empty_like(local, device="cpu").pin_memory()
+def _host_buffer(local: Vec, wire: torch.dtype) -> Vec:
+    buffer = torch.empty_like(local, dtype=wire, device="cpu")
+    return buffer if local.device.type == "cpu" else buffer.pin_memory()
 
 
 def _alike(buffer: Vec, local: Vec) -> bool:
@@ -415,7 +421,7 @@ class ServerCore:
                 replies to the worker.
             now: seconds since the start of the run.
             n_bytes: size of the message on the wire.
-            cpu_s: CPU seconds that the server has used in this run so far.
+            cpu_s: CPU seconds that the server has used in this run, as they were read last.
 
         Raises:
             RemoteProtocolError: the push breaks a rule. Nothing has been applied.
@@ -438,7 +444,7 @@ class ServerCore:
             raise RemoteProtocolError(self._undeclared(unknown[0]))
         member.seq = message.seq
         if not (message.finite and math.isfinite(message.loss)):
-            return self._decline(worker, member, message, now)
+            return self._decline(worker, member, message, vector.dtype, now)
         member.declined = 0
         member.steps += message.n_steps
         member.row = PushRow(
@@ -492,15 +498,17 @@ class ServerCore:
         self.state.members.discard(worker)
         return self._replies(self._strategy.on_leave(self.state, worker), now), row
 
-    def _decline(self, worker: int, member: _Member, message: Push, now: float) -> list[Outgoing]:
+    def _decline(self, worker: int, member: _Member, message: Push, wire: torch.dtype, now: float) -> list[Outgoing]:
         self.declined += 1
         if member.declined == 0:
             member.sick_since = member.steps + message.n_steps
         member.declined += 1
         if all(other.declined >= PATIENCE for other in self._members.values()):
+            # Its numbers end at 65504, those of the state do not.
+            other_wire = ", or --wire bfloat16" if wire == torch.float16 else ""
             raise DivergedError(
                 f"diverged: no worker pushes finite numbers any more, worker {worker} since its step "
-                f"{member.sick_since}, for {PATIENCE} pushes until {now:.1f} s; try a smaller --lr"
+                f"{member.sick_since}, for {PATIENCE} pushes until {now:.1f} s; try a smaller --lr{other_wire}"
             )
         if member.declined % PATIENCE:
             return [Outgoing(worker, Declined(seq=message.seq), None, None)]

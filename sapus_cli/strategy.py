@@ -64,7 +64,9 @@ class Push(NamedTuple):
     """What a worker wants to send.
 
     Attributes:
-        vector: shape `(d,)`; None means the accumulated update `params - pulled`.
+        vector: shape `(d,)`; None means the accumulated update `params - pulled`. On a wire narrower than float32 each
+            element gets what rounding took from the one before it in its place: a vector that is to have zeros in
+            places, or that is a state and no update, is changed by that.
         info: goes to the server half and into pushes.csv.
         wait: True: stand still until the reply. False: keep stepping while the exchange is in flight.
     """
@@ -91,7 +93,8 @@ class Received(NamedTuple):
         bytes: size of this push on the wire.
         last: the worker's budget ends with this push.
         info: what the worker half put into `Push.info`.
-        server_cpu_s: CPU seconds that the server has used in this run so far.
+        server_cpu_s: CPU seconds that the server has used in this run. They are read every few milliseconds at most, so
+            that several pushes in a row may bring the same number.
     """
 
     worker: int

@@ -169,6 +169,12 @@ def group_of(config: RunConfig) -> str:
     return _key(msgspec.structs.replace(config, seed=0, lr=1.0, target_accuracy=None))
 
 
+def with_usual_lr(config: RunConfig) -> RunConfig:
+    """The same with the learning rate that is not in names."""
+    usual = {field.name: field.default for field in msgspec.structs.fields(RunConfig)}
+    return msgspec.structs.replace(config, lr=usual["lr"])
+
+
 def as_recorded(config: RunConfig) -> dict[str, Any]:
     """A config as it is read back from run.json."""
     recorded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))

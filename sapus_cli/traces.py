@@ -53,6 +53,8 @@ class Column(NamedTuple):
     meaning: str
 
 
+_CAME_LATER = {"wire": "float32", "transport": "tcp"}
+
 EVALS = (
     Column("t_s", "Float64", "when the tested state was taken, seconds since the start"),
     Column("version", "Int64", "pushes applied to the tested state"),
@@ -497,6 +499,12 @@ def write_run(folder: Path, data: Mapping[str, object]) -> None:
         temporary.replace(path)
     except OSError as error:
         raise RunFailedError(f"cannot write {path}: {error.strerror}") from error
+
+
+def config_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a run.json, with what older runs do not have and meant."""
+    entry = record.get("config")
+    return _CAME_LATER | entry if isinstance(entry, dict) else {}
 
 
 def read_run(folder: Path) -> dict[str, Any]:

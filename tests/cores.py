@@ -65,8 +65,7 @@ class InMemory:
             self.to_server[rank].append((encode(worker.pull("f")), torch.empty(0)))
 
     def _worker(self, rank: int) -> WorkerCore:
-        buffers = [torch.zeros_like(self.x0, dtype=self.wire) for _ in range(2)]
-        return WorkerCore(self.strategy, torch.zeros_like(self.x0), rank, None, *buffers)
+        return WorkerCore(self.strategy, torch.zeros_like(self.x0), rank, wire=self.wire)
 
     @property
     def x(self) -> Vec:

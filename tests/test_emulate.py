@@ -105,11 +105,13 @@ def test_a_budget_in_seconds_counts_from_the_release_and_not_from_the_first_stat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["bsp", "local-sgd-async", "sapus"])
-def test_a_worker_that_is_killed_is_missed_and_comes_back(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "transport"), [("bsp", "tcp"), ("local-sgd-async", "shm"), ("sapus", "tcp"), ("easgd", "shm")]
+)
+def test_a_worker_that_is_killed_is_missed_and_comes_back(tmp_path: Path, strategy: str, transport: str) -> None:
     faults = (Fault("kill", 1, 1.2), Fault("restart", 1, 1.7))
     profile = ClusterProfile(step_s=0.02, link=Link(1e7, 0.001), faults=faults)
-    outcome = launch(tmp_path, strategy=strategy, workers=3, steps=150, cluster=profile)
+    outcome = launch(tmp_path, strategy=strategy, workers=3, steps=150, cluster=profile, transport=transport)
     events = read_trace(outcome.folder, "events").filter(pl.col("rank") == 1)
     assert events["kind"].to_list() == ["join", "fault", "leave", "restart", "join", "leave"]
     pushes = read_trace(outcome.folder, "pushes").group_by("worker").agg(pl.col("n_steps").sum())
@@ -169,8 +171,8 @@ class Late:
         self._link_s = link_s
         self._replies = [State(version=0, t_s=0.0, fresh=True)]
 
-    def buffers(self) -> tuple[None, None]:
-        return None, None
+    buffers = (None, None)
+    dtype = torch.float32
 
     def send(self, message: Any, vector: Any = None) -> None:
         if isinstance(message, Push):

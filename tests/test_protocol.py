@@ -370,8 +370,7 @@ def test_a_worker_says_whether_what_it_sends_is_finite(wire: torch.dtype, y: flo
 
 def pulled(x0: torch.Tensor, wire: torch.dtype) -> WorkerCore:
     """A worker that has pulled x0 and pushes after every step."""
-    buffers = torch.zeros_like(x0, dtype=wire), torch.zeros_like(x0, dtype=wire)
-    worker = WorkerCore(Asp(), torch.zeros_like(x0), 0, None, *buffers)
+    worker = WorkerCore(Asp(), torch.zeros_like(x0), 0, wire=wire)
     worker.pull("f")
     worker.incoming.copy_(x0)
     worker.on_state(State(version=0, t_s=0.0, fresh=True), 0.0)
@@ -468,6 +467,15 @@ def test_all_workers_without_a_finite_push_is_divergence() -> None:
         core.push(1, push(seq, n_steps=3, loss=math.nan), torch.ones(1), 2.0, 0)
     with pytest.raises(DivergedError, match=r"worker 1 since its step 3, for 10 pushes until 2.5 s"):
         core.push(1, push(10, n_steps=3, loss=math.nan), torch.ones(1), 2.5, 0)
+
+
+def test_divergence_over_float16_may_be_the_wire_s() -> None:
+    core = started(Asp(), 1)
+    vector = torch.ones(1, dtype=torch.float16)
+    for seq in range(1, 10):
+        core.push(0, push(seq, finite=False), vector, 1.0, 0)
+    with pytest.raises(DivergedError, match=r"try a smaller --lr, or --wire bfloat16$"):
+        core.push(0, push(10, finite=False), vector, 1.0, 0)
 
 
 def test_the_steps_of_a_declined_push_count_into_the_next() -> None:

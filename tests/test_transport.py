@@ -6,8 +6,9 @@ import gc
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -20,18 +21,19 @@ from sapus_cli.drivers.transport import Segment, prefer_reno
 from sapus_cli.errors import RunFailedError
 from sapus_cli.traces import read_run, read_trace
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's")
 
 
-def shared_memory() -> list[str]:
-    """Mappings of shared segments in all processes that can be looked at."""
+def shared_memory(pids: Iterable[int]) -> list[str]:
+    """Mappings of shared segments in these processes."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-        except OSError:
-            continue
-        found += [line for line in maps.splitlines() if "memfd:sapus" in line]
+    for pid in pids:
+        with suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found += [line for line in maps.splitlines() if "memfd:sapus" in line]
     return found
 
 
@@ -65,10 +67,10 @@ def test_the_memory_goes_with_its_last_user() -> None:
     del segment
     gc.collect()
     assert kept.sum() == 10**6
-    assert shared_memory()
+    assert shared_memory([os.getpid()])
     del kept
     gc.collect()
-    assert not shared_memory()
+    assert not shared_memory([os.getpid()])
 
 
 def test_a_segment_of_another_size_or_place_is_refused(tmp_path: Path) -> None:
@@ -85,17 +87,23 @@ def test_connections_of_a_loopback_endpoint_do_not_pace() -> None:
     def control(connection: socket.socket) -> bytes:
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
-    if "reno" not in Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text() and os.getuid():
-        pytest.skip("reno is not for everybody here")
+    def paced(connection: socket.socket) -> socket.socket:
+        try:
+            for name in (b"reno", b"bbr"):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+        except OSError:
+            pytest.skip("reno and bbr are not both there for us")
+        return connection
+
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as near, listening.accept()[0] as far:
-            before = control(near)
+            paced(near), paced(far)
             prefer_reno("ipc://@somewhere")
             prefer_reno(f"tcp://10.0.0.1:{port}")
             prefer_reno(f"tcp://127.0.0.1:{port + 1}")
-            assert control(near) == control(far) == before
-            prefer_reno(f"tcp://127.0.0.1:{port}")
+            assert control(near) == control(far) == b"bbr"
+            prefer_reno(f"tcp://localhost:{port}")
             assert control(near) == control(far) == b"reno"
             near.sendall(b"still here")
             assert far.recv(16) == b"still here"
@@ -123,8 +131,18 @@ def test_every_transport_gives_the_same_bits_and_counts_the_same_bytes(tmp_path:
         assert 36 * d * width < totals["rx_bytes"] < 36 * (d * width + 400)
         assert 39 * d * width < totals["tx_bytes"] < 39 * (d * width + 400) + 3 * 3000
         assert totals["rx_frames"] == (36 if transport == "shm" else 72) + 3 * 3
-    assert not shared_memory()
     assert not list(Path("/dev/shm").glob("*sapus*"))  # noqa: S108 - nothing is made there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_large_vectors_give_the_same_bits_without_a_copy(tmp_path: Path, wire: str) -> None:
+    # 8.8 or 4.4 MB: beyond what is copied into the socket.
+    kind = {"strategy": "bsp", "dataset": "null", "model": "null:2200000", "workers": 3, "steps": 6, "wire": wire}
+    tcp, shm = (launch(tmp_path, transport=transport, **kind).record for transport in ("tcp", "shm"))
+    assert tcp["state_sha256"] == shm["state_sha256"]
+    assert abs(shm["totals"]["tx_bytes"] - tcp["totals"]["tx_bytes"]) < 1000, "headers"
+    assert tcp["totals"]["tx_frames"] - shm["totals"]["tx_frames"] == 18 + 3, "a vector with each state"
 
 
 @pytest.mark.slow
@@ -147,13 +165,26 @@ def test_a_wire_makes_the_same_bits_in_virtual_time(tmp_path: Path) -> None:
 def test_no_memory_is_left_when_all_processes_are_killed(tmp_path: Path) -> None:
     run = start(tmp_path, "run", "-s", "asp", "-w", "2", "--seconds", "60", "--transport", "shm")
     run.wait_for_pushes()
-    assert len(shared_memory()) >= 4, "two segments, each mapped by the server and its worker"
     family = run.family()
+    mapped = shared_memory(process.pid for process in family)
+    assert len(mapped) == 4, "two segments, each mapped by the server and its worker"
     for process in [psutil.Process(run.process.pid), *family]:
         process.kill()
     run.process.communicate(timeout=10)
     psutil.wait_procs(family, timeout=10)
-    assert not shared_memory()
+    everywhere = shared_memory(process.pid for process in psutil.process_iter())
+    assert not {line.split()[4] for line in mapped} & {line.split()[4] for line in everywhere}, "no inode of them"
+
+
+def test_a_server_that_has_no_memory_to_share_refuses_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("os.ftruncate", none)
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="Too many"):
+        Segment.create(10, torch.float32)
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ EXAMPLES = (
 )
 MOST_JOBS = 1024
 LINE_EVERY_S = 30.0
-HEADS = ("strategy", "workers", "cluster", "partition", "batch", "lr", "momentum")
+HEADS = ("strategy", "workers", "cluster", "partition", "batch", "lr", "momentum", "wire")
 
 
 class Clock(StrEnum):
@@ -252,6 +252,7 @@ def _row(config: RunConfig, *, tuned: bool) -> tuple[str, ...]:
         str(config.batch_size),
         "tuned" if tuned else f"{config.lr:g}",
         f"{config.momentum:g}",
+        config.wire,
     )
 
 

@@ -32,7 +32,7 @@ HANDSHAKE_MS = 30_000
 
 
 class Client:
-    """A DEALER socket that speaks the codec; vectors are received into a buffer of ours, and sent without a copy.
+    """A DEALER socket that speaks the codec; receives vectors into a buffer of ours, sends large ones without a copy.
 
     Where the server shares memory with us, a vector is there when its message is.
 
@@ -65,14 +65,16 @@ class Client:
             raise
         prefer_reno(endpoint)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What vectors are made of on this connection."""
+        dtype: torch.dtype = getattr(torch, self.welcome.wire)
+        return dtype
+
+    @property
     def buffers(self) -> tuple[Vec | None, Vec | None]:
-        """What pushes are to be sent from and states received into, of shape `(d,)`; None: any float32 on the host."""
-        if self.segment is not None:
-            return self.segment.push, self.segment.state
-        if self.welcome.wire == "float32":
-            return None, None
-        dtype = getattr(torch, self.welcome.wire)
-        return torch.empty(self.welcome.elements, dtype=dtype), torch.empty(self.welcome.elements, dtype=dtype)
+        """What pushes are sent from and states received into, of shape `(d,)`; None: any of `dtype` on the host."""
+        return (None, None) if self.segment is None else (self.segment.push, self.segment.state)
 
     def send(self, message: FromClient, vector: Vec | None = None) -> None:
         """Send a message. `vector`, shape `(d,)` on the host, must stay as it is until the server has answered."""

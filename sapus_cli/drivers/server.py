@@ -81,7 +81,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and frames of messages, header and payload, as they cross the socket."""
+    """Bytes of messages, header and payload, and their frames.
+
+    A vector in shared memory counts its bytes as if it crossed the socket, but is no frame.
+    """
 
     rx_bytes: int = 0
     tx_bytes: int = 0
@@ -132,9 +135,11 @@ def bind(endpoint: str, elements: int) -> tuple[zmq.Socket[bytes], str]:
 class Server:
     """Drives a `ServerCore` over a ROUTER socket, in one thread.
 
-    A push is received without a copy and added as it lies in the message; a reply is copied once, when it is handed
-    to the socket, which makes it a consistent snapshot. Under a profile with a link, a message of a worker is held as
-    it came until the link would have delivered it, and so is a reply, which is copied then and not when it is sent.
+    A push is received without a copy and, unless the wire is narrow, added as it lies in the message or in the memory
+    shared with its worker. A reply is copied once, when it is handed to the socket or written into shared memory, or
+    before, for all workers that get the same; that makes it a consistent snapshot. Under a profile with a link, a
+    message of a worker is held as it came until the link would have delivered it, and so is a reply, which is copied
+    before.
 
     Args:
         socket: from `bind`.
@@ -215,7 +220,7 @@ class Server:
             return self._due
         return time.monotonic() - self._released if self._released else 0.0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self) -> Ended:
         """Serve until all workers have left and the final state has been evaluated, or the launcher halts the run.
 
@@ -365,14 +370,17 @@ class Server:
             rank = free[0] if hello.rank < 0 else hello.rank
             if rank not in free:
                 raise RemoteProtocolError(f"rank {rank} is taken, or not below {self._n_workers}")
-        peer = self._peers[identity] = Peer(identity, hello.role, rank)
+        peer = Peer(identity, hello.role, rank)
         if hello.role == "worker":
             peer.dtype = self._dtype
-            peer.segment = Segment.create(self._elements, peer.dtype) if self._shared else None
+            peer.segment = self._segment() if self._shared else None
+        self._peers[identity] = peer
         if hello.role == "worker" and rank in self._workers:
             before = self._workers[rank]
             peer.traffic, peer.steps, peer.pushes = before.traffic, before.steps, before.pushes
             del self._peers[before.identity]
+            if before.segment is not None:
+                before.segment.close()
         peer.traffic.rx_bytes += self._profile.scaled(n_bytes)
         peer.traffic.rx_frames += 1
         if hello.role == "worker":
@@ -391,6 +399,12 @@ class Server:
             ),
         )
         prefer_reno(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _segment(self) -> Segment:
+        try:
+            return Segment.create(self._elements, self._dtype)
+        except OSError as error:
+            raise RemoteProtocolError(f"the server has no memory to share: {error}; use --transport tcp") from error
 
     def _pull(self, peer: Peer, message: Pull) -> None:
         if message.fingerprint != self._fingerprint:

@@ -122,7 +122,7 @@ class Shelf:
         return aside
 
     def _is(self, record: dict[str, Any], cell: Cell) -> bool:
-        return record.get("clock") == self._clock and record.get("config") == suite.as_recorded(cell.config)
+        return record.get("clock") == self._clock and traces.config_of(record) == suite.as_recorded(cell.config)
 
     def _put_aside(self, place: Path) -> None:
         shelf = self._folder / ASIDE
@@ -223,12 +223,13 @@ class SuiteRun:
         config = cell.config
         of = {"strategy": config.strategy, "params": config.params, "workers": config.workers}
         what = {**of, "cluster": config.cluster.name, "partition": config.partition, "batch_size": config.batch_size}
-        self._chosen.append({**what, "momentum": config.momentum, "lr": lr, "tried": [one._asdict() for one in tried]})
+        what |= {"momentum": config.momentum, "wire": config.wire}
+        self._chosen.append({**what, "lr": lr, "tried": [one._asdict() for one in tried]})
         best = next(one for one in tried if one.lr == lr)
         why = "diverged at every lr" if best.diverged else "never got to the target, this lr came nearest"
         if best.reached_s is not None:
             why = f"{best.reached_s:.1f} s to the target"
-        group = suite.name_of(config).removesuffix(f"_s{config.seed}").split("_lr")[0]
+        group = suite.name_of(suite.with_usual_lr(config)).removesuffix(f"_s{config.seed}")
         self._observer.note(f"tuned {group}: lr {lr:g} ({why})")
 
     def _make(self, cells: Sequence[Cell], entries: Sequence[Entry], folder: Path) -> list[Failure]:

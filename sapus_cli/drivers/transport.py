@@ -50,10 +50,14 @@ class Segment:
             OSError: there is none.
         """
         file = os.memfd_create("sapus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(file, 2 * elements * dtype.itemsize)
-        # Nobody can take away memory that somebody else is reading.
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return cls(file, elements, dtype)
+        try:
+            os.ftruncate(file, 2 * elements * dtype.itemsize)
+            # Nobody can take away memory that somebody else is reading.
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(file, elements, dtype)
+        except BaseException:
+            os.close(file)
+            raise
 
     @classmethod
     def open(cls, path: str, elements: int, dtype: torch.dtype) -> Segment:
@@ -66,12 +70,15 @@ class Segment:
             raise RunFailedError(f"the server offers shared memory at {path!r}, which is no place for it")
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            segment = cls(file, elements, dtype)
+            try:
+                segment = cls(file, elements, dtype)
+            finally:
+                os.close(file)
         except (OSError, ValueError) as error:
             raise RunFailedError(
                 f"cannot open the shared memory of the server, {path}: {error}; use --transport tcp"
             ) from error
-        segment.close()
+        segment._file = -1
         return segment
 
     @property
@@ -80,24 +87,25 @@ class Segment:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
-        """Let nobody else open it. The memory stays as long as somebody uses it."""
+        """Take back the path. The memory stays as long as somebody uses it, with a descriptor of its own."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def prefer_reno(endpoint: str) -> None:
-    """Take this process's TCP connections of a loopback endpoint off a congestion control that paces.
+    """Take this process's TCP connections of a loopback endpoint off bbr, to reno.
 
-    There is no congestion on loopback; bbr paces there all the same. Sockets stay as they are where the system does not
-    have reno, or not for us.
+    There is no congestion on loopback; bbr paces there all the same. Sockets stay as they are where they have something
+    else, and where the system does not have reno, or not for us.
     """
-    if not endpoint.startswith("tcp://127."):
+    if sys.platform != "linux" or not endpoint.startswith(("tcp://127.", "tcp://localhost:")):
         return
     port = int(endpoint.rpartition(":")[2])
-    for file in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else ():
-        with suppress(OSError):
-            _prefer_reno(file, port)
+    with suppress(OSError):
+        for file in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                _prefer_reno(file, port)
 
 
 def _prefer_reno(file: Path, port: int) -> None:
@@ -107,5 +115,6 @@ def _prefer_reno(file: Path, port: int) -> None:
         if connection.family != socket.AF_INET or connection.type != socket.SOCK_STREAM:
             return
         ends = [connection.getsockname(), connection.getpeername()]
-        if port in {end[1] for end in ends}:
+        paces = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
+        if paces and port in {end[1] for end in ends}:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

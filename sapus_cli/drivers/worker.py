@@ -70,7 +70,9 @@ class Worker:
         self._times = times
         self._overruns = 0
         self._time = 0.0
-        self._core = WorkerCore(strategy, trainer.vector, client.welcome.rank, n_params, *client.buffers())
+        self._core = WorkerCore(
+            strategy, trainer.vector, client.welcome.rank, n_params, *client.buffers, wire=client.dtype
+        )
         self._core.steps = client.welcome.steps
         self._released: float | None = None
 
