@@ -108,6 +108,8 @@ def examine(checks: Iterable[Check]) -> Iterator[Finding]:
     for name, verdict in checks:
         try:
             level, found, remedy = verdict()
+        except ImportError as error:
+            level, found, remedy = Level.failure, _line(f"not known: {error}"), "see packages"
         except Exception as error:  # noqa: BLE001 - whatever is wrong with a machine, the other checks can still tell
             level = Level.failure
             found = _line(f"the check itself failed: {type(error).__name__}: {error}")
@@ -119,7 +121,7 @@ def checks(question: Question) -> list[Check]:
     """All checks, in the order in which they are shown."""
     workers = question.workers
     torch = functools.cache(ask_torch)
-    limits = functools.cache(lambda: cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
+    limits = functools.cache(cgroup_limits)
     return [
         Check("packages", lambda: judge_packages(*requirements(), installed)),
         Check("torch", lambda: judge_torch(torch())),
@@ -129,13 +131,12 @@ def checks(question: Question) -> list[Check]:
         Check("round trip", lambda: judge_round_trips(round_trips(question.port))),
         Check("congestion", lambda: judge_congestion(first_line(Path("/proc/sys/net/ipv4/tcp_congestion_control")))),
         Check("host name", lambda: judge_host(*host_addresses())),
-        Check("interfaces", lambda: judge_interfaces(interfaces(), default_address())),
+        Check("interfaces", lambda: judge_interfaces(interfaces())),
         Check("cores", lambda: judge_cores(allowed_cores(), limits().cores, workers)),
-        Check("threads", lambda: judge_threads(os.environ.get("OMP_NUM_THREADS"))),
         Check("memory", lambda: judge_memory(*memory(), limits(), workers)),
         Check("open files", lambda: judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE), workers)),
         Check("children", lambda: judge_children(child_error(), hidepid(Path("/proc/self/mounts")))),
-        Check("shared memory", lambda: judge_shared(shm_free(SHM), memfd=has_memfd())),
+        Check("shared memory", lambda: judge_shared(shm_free(SHM), memfd=has_memfd(), linux=sys.platform == "linux")),
         Check("wall clock", lambda: judge_wall_clock(*clock_steps())),
         Check("timer", lambda: judge_timer(timer_resolution(), late_sleeps())),
         Check("results", lambda: judge_folder(try_folder(question.results), "give another folder with --results")),
@@ -179,15 +180,15 @@ def judge_packages(
     needed: Sequence[Required], extras: dict[str, list[str]], version_of: Callable[[str], str | None]
 ) -> Verdict:
     """Whether all that is needed is there and new enough; the extras that are missing are named."""
-    faults = []
+    faults, wanted = [], []
     for package, oldest in needed:
         version = version_of(package)
-        if version is None:
-            faults.append(f"{package} is missing")
-        elif _numbers(version) < _numbers(oldest):
-            faults.append(f"{package} {version} is older than {oldest}")
+        if version is not None and _numbers(version) >= _numbers(oldest):
+            continue
+        faults.append(f"{package} is missing" if version is None else f"{package} {version} is older than {oldest}")
+        wanted.append(f"'{package}>={oldest}'")
     if faults:
-        return Verdict(Level.failure, "; ".join(faults), "python -m pip install --upgrade sapus")
+        return Verdict(Level.failure, "; ".join(faults), f"python -m pip install --upgrade {' '.join(wanted)}")
     there = [extra for extra, packages in extras.items() if all(version_of(package) for package in packages)]
     absent = [extra for extra in extras if extra not in there]
     found = f"all {len(needed)} that are needed; extras: {', '.join(there) or 'none'}"
@@ -197,11 +198,12 @@ def judge_packages(
 
 
 class Gpu(NamedTuple):
-    """A GPU as torch sees it; memory in bytes."""
+    """A GPU as torch sees it; memory in bytes. `error` is why it cannot be used, or empty."""
 
     name: str
     total_bytes: int
     free_bytes: int
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,8 @@ class Torch:
         error: why it could not; the rest is then empty.
         torchvision_error: why torchvision cannot be imported, or empty.
         cuda: the CUDA version torch is built for, None for a build without.
-        cuda_error: why the GPUs that there are cannot be used, or empty.
+        hip: the same of ROCm.
+        cuda_error: why the GPUs that there are cannot be counted, or empty.
         cache: the folder of prepared data sets; if there is none, `cache_error` says why.
     """
 
@@ -221,6 +224,7 @@ class Torch:
     torchvision: str = ""
     torchvision_error: str = ""
     cuda: str | None = None
+    hip: str | None = None
     cuda_error: str = ""
     gpus: tuple[Gpu, ...] = ()
     cache: str = ""
@@ -230,7 +234,7 @@ class Torch:
 _ASK = """
 import json, sys
 import torch
-said = {"version": torch.__version__, "cuda": torch.version.cuda}
+said = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "gpus": []}
 try:
     import torchvision
     said["torchvision"] = torchvision.__version__
@@ -243,9 +247,16 @@ except Exception as error:
     said["cache_error"] = str(error)
 try:
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    said["gpus"] = [(torch.cuda.get_device_name(i), *reversed(torch.cuda.mem_get_info(i))) for i in gpus]
 except Exception as error:
+    gpus = ()
     said["cuda_error"] = f"{type(error).__name__}: {error}"
+for i in gpus:
+    name = f"GPU {i}"
+    try:
+        name = torch.cuda.get_device_name(i)
+        said["gpus"].append((name, *reversed(torch.cuda.mem_get_info(i))))
+    except Exception as error:
+        said["gpus"].append((name, 0, 0, f"{type(error).__name__}: {error}"))
 print("\\n" + json.dumps(said))
 """
 
@@ -279,7 +290,7 @@ def judge_torch(torch: Torch) -> Verdict:
     again = "python -m pip install --force-reinstall torch torchvision"
     if torch.error:
         return Verdict(Level.failure, f"torch cannot be imported: {torch.error}", again)
-    build = f"CUDA {torch.cuda}" if torch.cuda else "CPU only"
+    build = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "CPU only"
     found = f"torch {torch.version} ({build}), torchvision {torch.torchvision or 'missing'}"
     if torch.torchvision_error:
         return Verdict(Level.warning, f"{found}: {_line(torch.torchvision_error)}", again)
@@ -312,19 +323,50 @@ def judge_gpus(torch: Torch, nvml: Sequence[str] | None, workers: int) -> Verdic
     if torch.error:
         return Verdict(Level.warning, "not known: torch cannot be imported", "see torch")
     if torch.cuda_error:
-        return Verdict(
-            Level.failure, f"no GPU can be used: {_line(torch.cuda_error)}", "mend the driver, or run with --device cpu"
-        )
+        return _no_gpu_works(torch.cuda_error)
     if not torch.gpus:
         return _judge_no_gpus(nvml, cuda=torch.cuda is not None)
-    found = "; ".join(f"{gpu.name}, {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free" for gpu in torch.gpus)
-    each = math.ceil((workers + OTHER_PROCESSES) / len(torch.gpus))
-    if min(gpu.free_bytes for gpu in torch.gpus) < each * CUDA_BYTES:
-        return Verdict(
-            Level.warning,
-            f"{found}; {each} processes on each take {_gib(each * CUDA_BYTES)} before they compute",
-            "free the GPU of other processes, or give fewer --workers",
-        )
+    return _judge_broken(torch.gpus) or _judge_load(torch.gpus, workers) or _judge_watch(torch, nvml)
+
+
+def _no_gpu_works(why: str) -> Verdict:
+    return Verdict(Level.failure, f"no GPU can be used: {_line(why)}", "mend the driver, or run with --device cpu")
+
+
+def _judge_broken(gpus: Sequence[Gpu]) -> Verdict | None:
+    """The verdict if a GPU cannot be used."""
+    broken = [f"GPU {i} ({gpu.name}): {gpu.error}" for i, gpu in enumerate(gpus) if gpu.error]
+    if not broken:
+        return None
+    if len(broken) == len(gpus):
+        return _no_gpu_works("; ".join(broken))
+    good = ",".join(str(i) for i, gpu in enumerate(gpus) if not gpu.error)
+    return Verdict(
+        Level.warning,
+        f"{len(broken)} of {len(gpus)} cannot be used: {_line('; '.join(broken))}",
+        f"hide it from runs: CUDA_VISIBLE_DEVICES={good}, where that is not set yet",
+    )
+
+
+def _judge_load(gpus: Sequence[Gpu], workers: int) -> Verdict | None:
+    """The verdict if a GPU cannot hold its processes: workers take turns, the evaluator is on the first."""
+    for i, gpu in enumerate(gpus):
+        processes = len(range(i, workers, len(gpus))) + (i == 0)
+        if gpu.free_bytes < processes * CUDA_BYTES:
+            return Verdict(
+                Level.warning,
+                f"{_shown(gpus)}; GPU {i} is to hold {processes} of the processes, which take "
+                f"{_gib(processes * CUDA_BYTES)} before they compute",
+                "free the GPU of other processes, or give fewer --workers",
+            )
+    return None
+
+
+def _judge_watch(torch: Torch, nvml: Sequence[str] | None) -> Verdict:
+    """Whether the load of GPUs that work can be read."""
+    found = _shown(torch.gpus)
+    if torch.hip:
+        return Verdict(Level.ok, f"{found}; under ROCm resources.csv does not tell their load")
     if not nvml:
         return Verdict(
             Level.warning,
@@ -332,6 +374,10 @@ def judge_gpus(torch: Torch, nvml: Sequence[str] | None, workers: int) -> Verdic
             "install the driver's libnvidia-ml",
         )
     return Verdict(Level.ok, found)
+
+
+def _shown(gpus: Sequence[Gpu]) -> str:
+    return "; ".join(f"{gpu.name}, {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free" for gpu in gpus)
 
 
 def _judge_no_gpus(nvml: Sequence[str] | None, *, cuda: bool) -> Verdict:
@@ -442,7 +488,7 @@ def judge_round_trips(times: Sequence[float] | None) -> Verdict:
 def judge_congestion(algorithm: str | None) -> Verdict:
     """TCP's congestion control; never bad."""
     if algorithm == "bbr":
-        return Verdict(Level.ok, "TCP uses bbr, which costs some rate wherever it paces loopback")
+        return Verdict(Level.ok, "TCP uses bbr; runs take their loopback connections off it, where reno is allowed")
     return Verdict(Level.ok, f"TCP uses {algorithm}" if algorithm else "the system does not tell")
 
 
@@ -463,16 +509,15 @@ def host_addresses() -> tuple[str, list[str] | None]:
 
 
 def judge_host(name: str, addresses: Sequence[str] | None) -> Verdict:
-    """Whether other machines could be given this host's name."""
-    remedy = f"only for clusters: give the address in place of the name, or set it for {name} in /etc/hosts"
+    """What the name of this host means; never bad, as long as no server is looked for by its name."""
+    unused = "runs do without the name"
     if addresses is None:
-        found = f"{name}: the name service does not answer within {NAME_SERVICE_S:g} s"
-        return Verdict(Level.warning, found, "put the name into /etc/hosts, or mend /etc/resolv.conf")
+        return Verdict(Level.ok, f"{name}: the name service does not answer within {NAME_SERVICE_S:g} s; {unused}")
     if not addresses:
-        return Verdict(Level.warning, f"{name} does not resolve", remedy)
+        return Verdict(Level.ok, f"{name} does not resolve; {unused}")
     found = f"{name} resolves to {', '.join(addresses)}"
     if all(_address(address).is_loopback for address in addresses):
-        return Verdict(Level.warning, f"{found}: loopback only", remedy)
+        return Verdict(Level.ok, f"{found}: loopback, where servers listen")
     return Verdict(Level.ok, found)
 
 
@@ -494,32 +539,10 @@ def _reaches_out(address: str) -> bool:
     return not (parsed.is_loopback or parsed.is_link_local)
 
 
-def default_address() -> str | None:
-    """The address from which this machine speaks to the rest of the world, None without a route. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        try:
-            one.connect(("192.0.2.1", 9))  # an address for documentation, RFC 5737
-        except OSError:
-            return None
-        return str(one.getsockname()[0])
-
-
-def judge_interfaces(found: Sequence[tuple[str, str]], default: str | None) -> Verdict:
-    """Which address workers on other machines would use."""
-    if not found:
-        return Verdict(Level.ok, "loopback only, which is enough for runs on this machine")
-    shown = {address: f"{address} ({name})" for name, address in found}
-    if default in shown:
-        others = [text for address, text in shown.items() if address != default]
-        tail = f"; others: {', '.join(others)}" if others else ""
-        return Verdict(Level.ok, f"workers elsewhere would use {shown[default]}{tail}")
-    if len(shown) == 1:
-        return Verdict(Level.ok, f"workers elsewhere would use {next(iter(shown.values()))}")
-    return Verdict(
-        Level.warning,
-        f"no default route tells which is meant: {', '.join(shown.values())}",
-        "only for clusters: give the address on the network that the machines share",
-    )
+def judge_interfaces(found: Sequence[tuple[str, str]]) -> Verdict:
+    """Which addresses this machine has; never bad."""
+    shown = ", ".join(f"{address} ({name})" for name, address in found)
+    return Verdict(Level.ok, f"loopback{f', {shown}' if shown else ''}; servers listen on loopback only")
 
 
 # --- Cores, memory, limits ---
@@ -539,13 +562,8 @@ class Limits(NamedTuple):
     free_bytes: int | None = None
 
 
-def cgroup_limits(own: Path, root: Path) -> Limits:
-    """The narrowest limits of the control groups around this process, version 1 or 2.
-
-    Args:
-        own: as /proc/self/cgroup.
-        root: as /sys/fs/cgroup.
-    """
+def cgroup_limits(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Limits:
+    """The narrowest limits of the control groups around this process, version 1 or 2."""
     cores, memory = list[float](), list[tuple[int, int]]()
     for line in (_text(own) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -599,18 +617,6 @@ def judge_cores(allowed: int, quota: float | None, workers: int) -> Verdict:
     fitting = math.floor(cores) - OTHER_PROCESSES
     fewer = f"--workers {fitting}" if fitting > 0 else "a machine with more cores"
     return Verdict(Level.warning, f"{found}: they wait for each other", f"to compare times: {fewer}, or sapus simulate")
-
-
-def judge_threads(omp: str | None) -> Verdict:
-    """Whether each process computes on one thread."""
-    if omp in {None, "1"}:
-        found = "OMP_NUM_THREADS is 1" if omp else "OMP_NUM_THREADS is not set; runs go by --threads"
-        return Verdict(Level.ok, found)
-    return Verdict(
-        Level.warning,
-        f"OMP_NUM_THREADS is {omp!r}: what does not go by --threads takes so many in each process",
-        "export OMP_NUM_THREADS=1",
-    )
 
 
 def memory() -> tuple[int, int]:
@@ -709,11 +715,15 @@ def has_memfd() -> bool:
     return True
 
 
-def judge_shared(free: int | None, *, memfd: bool) -> Verdict:
+def judge_shared(free: int | None, *, memfd: bool, linux: bool) -> Verdict:
     """Whether processes can share memory; runs share memory without a name, others may want files in `SHM`."""
+    if not linux:
+        return Verdict(Level.ok, "--transport tcp only: ipc and shm are there on Linux")
     files = f"{SHM} cannot be written" if free is None else f"{SHM} has {_gib(free)} free"
     if not memfd:
-        return Verdict(Level.warning, f"there is no memfd; {files}", "keep to --transport tcp or ipc")
+        return Verdict(
+            Level.warning, f"there is no memfd, which --transport shm needs; {files}", "give --transport tcp"
+        )
     return Verdict(Level.ok, f"memfd works; {files}")
 
 
@@ -803,9 +813,9 @@ def try_folder(folder: Path) -> Folder:
     place = folder = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
-    if not place.is_dir():
-        return Folder(folder, error=f"{_inside(folder, place)} is not a directory")
     try:
+        if not place.is_dir():
+            return Folder(folder, error=f"{_inside(folder, place)} is not a directory")
         with tempfile.TemporaryDirectory(prefix=".sapus-doctor-", dir=place) as scratch:
             first, second = Path(scratch, "first"), Path(scratch, "second")
             with first.open("wb") as file:
@@ -878,9 +888,12 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.6.0+cpu as (2, 6, 0)."""
+    """2.6.0+cpu as (2, 6): zeros at the end make no version newer."""
     match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(number) for number in match[0].split(".")) if match else ()
+    numbers = [int(number) for number in match[0].split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def _gib(n_bytes: int) -> str:

@@ -35,6 +35,9 @@ H = 16
 CYCLES = 1
 MODEL, DATASET = "torchvision:resnet18", "fake:3x32x32:10"
 PAIRS = (("1e5", "8"), ("1e6", "4,8"), ("2.5e7", "4"))
+PUSHES = 5000
+SAMPLED_S = range(0, PUSHES, 16)
+"""Of the runs that are compared: pushes, one a second, and when they were evaluated and the server was sampled."""
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("local-sgd", {"h": H}),
     ("sapus", {}),
@@ -172,7 +175,8 @@ class Timed:
             tell(ours, Halt())
             listener.join(60)
             server.join(60)
-        return self._step_s(), said[-1].steps / said[-1].pushes
+        # The last push ends no interval: it carries the one step that is left over.
+        return self._step_s(), (said[-1].steps - 1) / max(1, said[-1].pushes - 1)
 
     def _step_s(self) -> float:
         """From the begin of the first step to the begin of the last, a step."""
@@ -187,9 +191,17 @@ def start() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder)
         for seed in range(10):
-            make_run(results / f"compared/{seed}", seed=seed % 5, strategy=("bsp", "asp")[seed // 5])
+            make_run(
+                results / f"compared/{seed}",
+                seed=seed % 5,
+                strategy=("bsp", "asp")[seed // 5],
+                evals=[(t, 1 - 0.99**i) for i, t in enumerate(SAMPLED_S)],
+                server=[(t, t / 2, 1000 * i, 1000 * i) for i, t in enumerate(SAMPLED_S)],
+                staleness=[i % 8 for i in range(PUSHES)],
+            )
         run = ("run", "--workers", "8", "--steps", "16", "--json", "--results", str(results / "runs"))
         compare = ("compare", str(results / "compared"))
+        timed(run)  # it prepares the data set, and reads what is not yet in the page cache
         first_step, help_s, compare_s = [], [], []
         for _ in range(ROUNDS):
             first_step.append(json.loads(timed(run)[1])["startup_s"])

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python tests/bench_shards.py 2.5e7 4
 
-Elements and workers. Each worker sends a part of its vector to every server, then receives all parts. In each round
-every S is measured once; stated are exchanges a second of all workers, and the median and range of their ratio to one
-server.
+Elements d and workers. Each of S servers has d // S elements; a worker sends every server its part, then receives all
+parts. In each round every S is measured once; stated are exchanges a second of all workers, and the median and range of
+their ratio to one server.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sapus_cli.drivers import process
+from sapus_cli.drivers.bench.plan import Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,65 +28,34 @@ SECONDS = 3.0
 WARM_UP = 3
 
 
-def serve(pipe: Connection, elements: int, workers: int) -> None:
-    """Add what comes and send the sum back, until all workers have sent an empty message."""
+def serve(pipe: Connection, job: Job) -> None:
+    """Be one server: its address first, in the end the least and greatest element of its sum."""
     process.settle(1)
-    import torch  # noqa: PLC0415 - after the allocator has been told
-    import zmq  # noqa: PLC0415
+    from sapus_cli.drivers.bench import bare  # noqa: PLC0415 - after the allocator has been told
 
-    from sapus_cli.codec import raw  # noqa: PLC0415
-    from sapus_cli.drivers.transport import prefer_reno  # noqa: PLC0415
-
-    socket = zmq.Context().socket(zmq.ROUTER)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.bind("tcp://127.0.0.1:*")
-    address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    pipe.send(address)
-    greeted = [socket.recv_multipart() for _ in range(workers)]
-    prefer_reno(address)
-    for message in greeted:
-        socket.send_multipart(message)
-    x = torch.zeros(elements)
-    state = raw(x)
-    left = 0
-    while left < workers:
-        identity, frame = socket.recv_multipart(copy=False)
-        if not len(frame):
-            left += 1
-            continue
-        x.add_(torch.frombuffer(frame.buffer, dtype=torch.float32))
-        socket.send(identity, zmq.SNDMORE)
-        socket.send(state)
-    socket.close()
+    x = bare.serve(pipe, job)
     pipe.send((x.min().item(), x.max().item()))
 
 
-def work(pipe: Connection, addresses: Sequence[str], elements: int) -> None:
+def work(pipe: Connection, job: Job, addresses: Sequence[str]) -> None:
     """Exchange with all servers for some seconds, counting from when the parent says so."""
     process.settle(1)
     import torch  # noqa: PLC0415
     import zmq  # noqa: PLC0415
 
     from sapus_cli.codec import raw  # noqa: PLC0415
-    from sapus_cli.drivers.transport import prefer_reno  # noqa: PLC0415
+    from sapus_cli.drivers.bench import bare  # noqa: PLC0415
+    from sapus_cli.drivers.transport import COPY_BYTES  # noqa: PLC0415
 
     context = zmq.Context()
-    sockets = []
-    for address in addresses:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.connect(address)
-        socket.send(b"hello")
-        socket.recv()
-        prefer_reno(address)
-        sockets.append(socket)
-    parts = [raw(part) for part in torch.ones(elements).chunk(len(sockets))]
-    into = [raw(part) for part in torch.empty(elements).chunk(len(sockets))]
+    sockets = [bare.dial(context, address) for address in addresses]
+    parts = [raw(part) for part in torch.ones(len(sockets), job.elements)]
+    into = [raw(part) for part in torch.empty(len(sockets), job.elements)]
+    small = len(parts[0]) < COPY_BYTES
 
     def exchange() -> None:
         for socket, part in zip(sockets, parts, strict=True):
-            socket.send(part, 0, copy=False)
+            socket.send(part, 0, copy=small)
         for socket, part in zip(sockets, into, strict=True):
             socket.recv_into(part)
 
@@ -107,16 +77,18 @@ def work(pipe: Connection, addresses: Sequence[str], elements: int) -> None:
 def measure(elements: int, workers: int, servers: int) -> float:
     """Exchanges a second of all workers together; the sum at every server is checked."""
     context = multiprocessing.get_context("spawn")
+    job = Job(elements // servers, workers, SECONDS, "", "tcp")
 
     def start(main: object, *arguments: object) -> Connection:
         ours, theirs = context.Pipe()
-        started = context.Process(target=main, args=(theirs, *arguments), daemon=True)  # type: ignore[arg-type]
+        started = context.Process(target=main, args=(theirs, job, *arguments), daemon=True)  # type: ignore[arg-type]
         started.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
         return ours
 
-    serving = [start(serve, elements // servers, workers) for _ in range(servers)]
-    addresses = [pipe.recv() for pipe in serving]
-    working = [start(work, addresses, elements) for _ in range(workers)]
+    serving = [start(serve) for _ in range(servers)]
+    addresses = [pipe.recv().address for pipe in serving]
+    working = [start(work, addresses) for _ in range(workers)]
     for pipe in working:
         pipe.recv()
     for pipe in working:

@@ -274,7 +274,10 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_the_grid_and_creates_nothing(tmp_path: Path) -> None:
-    make(tmp_path, f'{BASE}seeds = 3\nwire = ["float32", "float16"]\nstrategies = ["asp", {{ name = "local-sgd", h = [2, 4] }}]')
+    make(
+        tmp_path,
+        f'{BASE}seeds = 3\nwire = ["float32", "float16"]\nstrategies = ["asp", {{ name = "local-sgd", h = [2, 4] }}]',
+    )
     done = sapus("suite", "my.toml", "--dry-run", "--jobs", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     head, *rows, last = done.stdout.splitlines()

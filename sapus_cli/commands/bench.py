@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sapus_cli.commands.options import flag, whole
-from sapus_cli.errors import RunFailedError, UserError
+from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
 from sapus_cli.figures import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import RenderableType
 
     from sapus_cli.drivers.bench.plan import CeilingRow, Ceilings, Contender, Row, Sample, Spread
+    from sapus_cli.drivers.bench.team import Bench
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -82,24 +83,30 @@ def transport(
     contenders = [contender for contender in asked if not team.missing(contender)]
     pairs, skipped = _pairs(sizes, numbers, contenders)
     notes += skipped
+    least = min(w for _, w in pairs)
+    notes += [
+        f"{one.name} left out with 1 worker: alone it sends nothing" for one in contenders if least < one.least_workers
+    ]
     for note in notes:
         typer.echo(f"sapus: {note}", err=True)
-    samples, ceilings, failed = _measure(pairs, contenders, rounds, seconds)
-    for note in failed:
+    machine = _machine(contenders)
+    measured = _measure(pairs, contenders, rounds, seconds)
+    for note in measured.left_out:
         typer.echo(f"sapus: {note}", err=True)
-    notes += failed
-    rows, tops = plan.rows(samples, ceilings), plan.ceiling_rows(ceilings)
+    if measured.error is not None and not measured.samples:
+        raise measured.error
+    rows, tops = plan.rows(measured.samples, measured.ceilings), plan.ceiling_rows(measured.ceilings)
     if as_json:
         from sapus_cli.commands.view import say_json  # noqa: PLC0415
 
         settings = {"elements": sizes, "workers": numbers, "rounds": rounds, "seconds": seconds, "peers": peers}
         say_json(
             {
-                **_machine(contenders),
+                **machine,
                 "settings": settings,
-                "notes": notes,
-                "ceilings": ceilings,
-                "samples": samples,
+                "notes": [*notes, *measured.left_out, *([str(measured.error)] if measured.error else [])],
+                "ceilings": measured.ceilings,
+                "samples": measured.samples,
                 "medians": {"ceilings": tops, "contenders": rows},
             }
         )
@@ -108,6 +115,8 @@ def transport(
     if output is not None:
         _draw(rows, tops, output)
         typer.echo(f"Wrote {output}", err=as_json)
+    if measured.error is not None:
+        raise measured.error
     return 0
 
 
@@ -167,58 +176,107 @@ def _pairs(
     return pairs, [f"skipped: {why}" for why in dict.fromkeys(skipped)]
 
 
+@dataclass
+class Measured:
+    """What there is of the pairs that were measured to their end.
+
+    Attributes:
+        left_out: a line for each peer that failed.
+        error: what ended it all before its time.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    ceilings: list[Ceilings] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    error: RunFailedError | None = None
+
+
 def _measure(
     pairs: Sequence[tuple[int, int]], contenders: Sequence[Contender], rounds: int, seconds: float
-) -> tuple[list[Sample], list[Ceilings], list[str]]:
-    """Everything, round by round; in each round everyone once, in an order that is turned by one from the last.
+) -> Measured:
+    """Everything, one pair of elements and workers after the other.
 
-    A peer that fails is left out from then on, and the third of the results says so; one of our own ends it all.
+    A peer that fails is left out from then on; one of our own, or a signal, ends it all.
     """
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import Progress  # noqa: PLC0415
 
-    from sapus_cli.drivers.bench import plan, team  # noqa: PLC0415
+    from sapus_cli.drivers.bench import team  # noqa: PLC0415
 
     console = Console(stderr=True)
-    samples: list[Sample] = []
-    ceilings: list[Ceilings] = []
-    failed: list[str] = []
+    measured = Measured()
     # None stands for the ceilings, which take their turn as everyone else.
     entrants: list[Contender | None] = [None, *contenders]
     with (
         team.Bench(seconds) as measuring,
-        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+        # It draws between measurements only: a thread of its own would compute beside them.
+        Progress(console=console, transient=True, disable=not console.is_terminal, auto_refresh=False) as bar,
     ):
-        task = bar.add_task("", total=len(pairs) * rounds * len(entrants))
-        for d, w in pairs:
-            for turn in range(rounds):
-                for entrant in plan.rotated(tuple(entrants), turn):
-                    name = entrant.name if entrant else "ceilings"
-                    bar.update(task, description=f"{short(d)} elements, {w} workers, round {turn + 1}: {name}")
-                    if entrant is None:
-                        ceilings.append(measuring.ceilings(d, w, turn))
-                    else:
-                        try:
-                            samples.append(measuring.contender(entrant, d, w, turn))
-                        except RunFailedError as error:
-                            if entrant not in plan.PEERS:
-                                raise
-                            entrants.remove(entrant)
-                            samples = [s for s in samples if (s.contender, s.elements, s.workers) != (name, d, w)]
-                            failed.append(f"left out from here on: {error}")
-                    bar.advance(task)
-    return samples, ceilings, failed
+        task = bar.add_task("", completed=-1, total=rounds * sum(len(_present(entrants, w)) for _, w in pairs))
+
+        def tell(what: str) -> None:
+            bar.update(task, advance=1, description=what, refresh=True)
+
+        try:
+            for pair in pairs:
+                samples, ceilings = _measure_pair(measuring, pair, entrants, rounds, measured.left_out, tell)
+                measured.samples += samples
+                measured.ceilings += ceilings
+        except RunFailedError as error:
+            measured.error = error
+    return measured
+
+
+def _measure_pair(
+    measuring: Bench,
+    pair: tuple[int, int],
+    entrants: list[Contender | None],
+    rounds: int,
+    left_out: list[str],
+    tell: Callable[[str], None],
+) -> tuple[list[Sample], list[Ceilings]]:
+    """In each round everyone once, in an order that is turned by one from the last.
+
+    A peer that fails is taken out of `entrants`, and `left_out` gets a line about it.
+    """
+    from sapus_cli.drivers.bench import plan  # noqa: PLC0415
+
+    d, w = pair
+    samples: list[Sample] = []
+    ceilings: list[Ceilings] = []
+    for turn in range(rounds):
+        for entrant in plan.rotated(_present(entrants, w), turn):
+            name = entrant.name if entrant else "ceilings"
+            tell(f"{short(d)} elements, {plan.counted(w)}, round {turn + 1}: {name}")
+            if entrant is None:
+                ceilings.append(measuring.ceilings(d, w, turn))
+                continue
+            try:
+                samples.append(measuring.contender(entrant, d, w, turn))
+            except RunFailedError as error:
+                if entrant not in plan.PEERS or isinstance(error, InterruptedRunError):
+                    raise
+                entrants.remove(entrant)
+                samples = [sample for sample in samples if sample.contender != name]
+                left_out.append(f"left out from here on: {error}")
+    return samples, ceilings
+
+
+def _present(entrants: Sequence[Contender | None], workers: int) -> list[Contender | None]:
+    """Those who have something to do with so many workers."""
+    return [entrant for entrant in entrants if entrant is None or workers >= entrant.least_workers]
 
 
 def _machine(contenders: Sequence[Contender]) -> dict[str, Any]:
     """What it was measured on and with."""
+    from sapus_cli.doctor import installed  # noqa: PLC0415
     from sapus_cli.traces import environment  # noqa: PLC0415
 
     found: dict[str, Any] = environment()
     for contender in contenders:
         if contender.install:
             package = contender.install.partition(">")[0]
-            found["versions"][package] = importlib.metadata.version(package)
+            found["versions"][package] = installed(package)
     try:
         control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     except OSError:
@@ -255,6 +313,8 @@ def pair_view(top: CeilingRow, rows: Sequence[Row]) -> list[RenderableType]:
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
+    from sapus_cli.drivers.bench.plan import counted  # noqa: PLC0415
+
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("", min_width=10)
     for column, width in COLUMNS:
@@ -271,7 +331,7 @@ def pair_view(top: CeilingRow, rows: Sequence[Row]) -> list[RenderableType]:
             "-" if row.of_floor is None else f"{row.of_floor.median:.0%}",
         )
     head = Text.assemble(
-        (f"{short(top.elements)} elements, {top.workers} worker{'s' if top.workers > 1 else ''}", "bold"),
+        (f"{short(top.elements)} elements, {counted(top.workers)}", "bold"),
         f": copy {_middle(top.copy_gb_per_s)}, add {_middle(top.axpy_gb_per_s)}, one way "
         f"{_middle(top.one_way_gb_per_s)} GB/s; floor {figure(1000 * top.floor_s.median)} ms",
     )

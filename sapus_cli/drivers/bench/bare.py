@@ -63,16 +63,22 @@ def listen(parent: Connection, job: Job) -> zmq.Socket[bytes]:
     return socket
 
 
-@contextmanager
-def connect(address: str, job: Job, _rank: int) -> Iterator[Exchange]:
-    """A DEALER socket that sends large vectors without a copy and receives into memory that is there already."""
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
+def dial(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """A DEALER socket that is connected to such a server."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.connect(address)
     socket.send(b"hello")
     socket.recv()
     prefer_reno(address)
+    return socket
+
+
+@contextmanager
+def connect(address: str, job: Job, _rank: int) -> Iterator[Exchange]:
+    """A DEALER socket that sends large vectors without a copy and receives into memory that is there already."""
+    context = zmq.Context()
+    socket = dial(context, address)
     pulled = torch.empty(job.elements)
     into = raw(pulled)
     small = len(into) < COPY_BYTES

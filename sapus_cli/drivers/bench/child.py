@@ -48,7 +48,8 @@ def work(parent: Connection, job: Job, contender: Contender, rank: int) -> None:
     address = parent.recv()
     with pkgutil.resolve_name(contender.connect)(address, job, rank) as exchange:
         pulled = drive(parent, exchange, job, rank)
-    parent.send(_extremes(pulled))
+    # Without a server the state is the worker's own, and went on changing until all were done.
+    parent.send(None if contender.serve else _extremes(pulled))
 
 
 def drive(parent: Connection, exchange: Exchange, job: Job, rank: int) -> Vec:
@@ -58,8 +59,10 @@ def drive(parent: Connection, exchange: Exchange, job: Job, rank: int) -> Vec:
     itself.
     """
     worker = _Worker(exchange, job, rank)
-    parent.send(Ready(worker.warm_up()))
+    exchange_s = worker.warm_up()
+    # Before the parent hears of it: its window may begin before the system lets this process go on.
     completed = [time.monotonic()]
+    parent.send(Ready(exchange_s))
     while not parent.poll():
         worker.exchange()
         completed.append(time.monotonic())
@@ -69,8 +72,8 @@ def drive(parent: Connection, exchange: Exchange, job: Job, rank: int) -> Vec:
         worker.exchange()
         began = completed[-1]
         completed.append(time.monotonic())
-    worker.look_closely()
-    parent.send(Done(exchanges_within(completed, window), worker.pushes, worker.torn))
+    last = worker.look_closely()
+    parent.send(Done(exchanges_within(completed, window), worker.pushes, worker.torn, last))
     return worker.pulled
 
 
@@ -99,11 +102,12 @@ class _Worker:
         if not pulled[0] == pulled[self._middle] == pulled[-1]:
             self.torn += 1
 
-    def look_closely(self) -> None:
-        """Compare all elements of what was pulled last."""
-        low, high = _extremes(self.pulled)
-        if low != high:
+    def look_closely(self) -> Final:
+        """Compare all elements of what was pulled last; returns the least and the greatest."""
+        last = _extremes(self.pulled)
+        if last.low != last.high:
             self.torn += 1
+        return last
 
     def warm_up(self) -> float:
         """Exchange until warm; returns the median time of an exchange in seconds."""

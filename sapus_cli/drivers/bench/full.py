@@ -76,7 +76,7 @@ def _launch(parent: Connection, server: Connection) -> None:
 def connect(address: str, job: Job, rank: int) -> Iterator[Exchange]:
     """A worker's connection, with its real headers. To shared memory it copies what it pushes, each time."""
     client = Client(address, "worker", rank)
-    outgoing, incoming = client.buffers()
+    outgoing, incoming = client.buffers
     pulled = torch.empty(job.elements) if incoming is None else incoming
     client.send(Pull(fingerprint=LAYOUT))
     state = _state(client, pulled)

@@ -30,7 +30,12 @@ STORE_VECTORS = 8
 """Vectors a worker that Ray's object store has room for."""
 
 PATIENCE = timedelta(seconds=100)
-GRPC_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0))
+GRPC_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_http_proxy", 0),  # it would be asked for loopback too
+)
 
 
 def _ray(token: str) -> Any:

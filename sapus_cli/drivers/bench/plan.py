@@ -64,6 +64,7 @@ class Contender(NamedTuple):
         needs: a module that must be installed.
         install: what to give to pip where it is not.
         vectors: how many vectors there can be in memory at once for each worker, in all processes.
+        least_workers: with fewer it would exchange nothing.
     """
 
     name: str
@@ -73,10 +74,11 @@ class Contender(NamedTuple):
     needs: str = ""
     install: str = ""
     vectors: int = 4
+    least_workers: int = 1
 
 
 _HERE = "sapus_cli.drivers.bench"
-_TRANSPORTS = ("tcp", "ipc", "shm") if sys.platform == "linux" else ("tcp", "ipc")
+_TRANSPORTS = ("tcp", "ipc", "shm") if sys.platform == "linux" else ("tcp",)
 BASE = "zeromq tcp"
 """The contender that ratios are to."""
 
@@ -94,7 +96,7 @@ PEERS = (
         vectors=8,
     ),
     Contender("torch rpc", f"{_HERE}.peers:serve_rpc", f"{_HERE}.peers:connect_rpc", needs="torch", vectors=8),
-    Contender("gloo", "", f"{_HERE}.peers:connect_gloo", needs="torch", vectors=5),
+    Contender("gloo", "", f"{_HERE}.peers:connect_gloo", needs="torch", vectors=5, least_workers=2),
     Contender(
         "grpc",
         f"{_HERE}.peers:serve_grpc",
@@ -126,6 +128,13 @@ class Window(NamedTuple):
     end: float
 
 
+class Final(NamedTuple):
+    """Least and greatest element of a vector when all is over."""
+
+    low: float
+    high: float
+
+
 class Done(NamedTuple):
     """A worker has been through the window.
 
@@ -133,18 +142,13 @@ class Done(NamedTuple):
         exchanges: completed within it; one that lies across an edge counts by its part within.
         pushes: in all.
         torn: pulled vectors whose elements were not all the same.
+        last: what was pulled last.
     """
 
     exchanges: float
     pushes: int
     torn: int
-
-
-class Final(NamedTuple):
-    """Least and greatest element of a vector when all is over."""
-
-    low: float
-    high: float
+    last: Final
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,7 +319,7 @@ def rotated(names: Sequence[T], turn: int) -> list[T]:
 def obstacle(elements: int, workers: int, contenders: Sequence[Contender], room: Room) -> str | None:
     """Why a pair cannot be measured, if it cannot: what is needed, and what there is."""
     need = files(workers)
-    who = "1 worker" if workers == 1 else f"{workers} workers"
+    who = counted(workers)
     if need > room.files:
         return (
             f"{who} need about {need} open files, and the limit is {room.files}; "
@@ -336,6 +340,11 @@ class Room(NamedTuple):
 
     memory_bytes: int
     files: int
+
+
+def counted(workers: int) -> str:
+    """1 worker, 2 workers."""
+    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def files(workers: int) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import psutil
 
+from sapus_cli.doctor import cgroup_limits
 from sapus_cli.drivers.bench import entries
 from sapus_cli.drivers.bench.plan import (
     FLOAT32_BYTES,
@@ -31,6 +32,7 @@ from sapus_cli.drivers.bench.plan import (
     Sample,
     Serving,
     Window,
+    counted,
     pushed,
 )
 from sapus_cli.errors import InterruptedRunError, RunFailedError
@@ -68,7 +70,9 @@ def room() -> Room:
     """What this machine has left."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = files == resource.RLIM_INFINITY
-    return Room(psutil.virtual_memory().available, sys.maxsize if unlimited else files)
+    n_bytes = psutil.virtual_memory().available
+    free_bytes = cgroup_limits().free_bytes
+    return Room(n_bytes if free_bytes is None else min(n_bytes, free_bytes), sys.maxsize if unlimited else files)
 
 
 def _fork_server() -> ForkServerContext:
@@ -76,7 +80,12 @@ def _fork_server() -> ForkServerContext:
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    forkserver.ensure_running()
+    # The server inherits this: Ctrl-C would end its imports in a traceback.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     return context
 
 
@@ -109,13 +118,13 @@ class Bench:
 
     def contender(self, contender: Contender, elements: int, workers: int, turn: int) -> Sample:
         """Measure one contender once and check its result."""
-        who = f"{contender.name}, {elements:,} elements, {workers} workers"
+        who = f"{contender.name}, {elements:,} elements, {counted(workers)}"
         with self._team(who, elements, workers, contender.transport) as team:
             return _measured(team, contender, turn)
 
     def ceilings(self, elements: int, workers: int, turn: int) -> Ceilings:
         """Measure the ceilings once."""
-        who = f"ceilings, {elements:,} elements, {workers} workers"
+        who = f"ceilings, {elements:,} elements, {counted(workers)}"
         with self._team(who, elements, workers) as team:
             (memory,) = team.hear([team.start("memory", entries.memory)])
         with self._team(who, elements, workers) as team:
@@ -140,7 +149,18 @@ class Bench:
             try:
                 yield team
             finally:
-                team.end()
+                with _signals_wait():
+                    team.end()
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """A signal that arrives meanwhile takes effect afterwards: it must not leave a process behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Member:
@@ -178,10 +198,11 @@ class Team:
         """Start a process that runs `main(pipe, job, *args)`."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=main, args=(theirs, self.job, *args), name=f"sapus-{name}", daemon=True)
-        process.start()
-        theirs.close()
         member = Member(name, process, ours)
-        self._members.append(member)
+        with _signals_wait():
+            process.start()
+            self._members.append(member)
+        theirs.close()
         return member
 
     def hear(self, members: Sequence[Member]) -> list[Any]:
@@ -354,3 +375,7 @@ def _check(team: Team, done: list[Done], finals: list[Final]) -> None:
             raise team.failure(
                 f"the final vector has elements from {low:g} to {high:g}, but all that was pushed adds up to {expected}"
             )
+    # Whoever's push was added last got the sum of everything.
+    if all(worker.last.low != expected for worker in done):
+        last = ", ".join(f"{worker.last.low:g}" for worker in done)
+        raise team.failure(f"the vectors pulled last were {last}, but all that was pushed adds up to {expected}")
