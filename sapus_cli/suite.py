@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from sapus_cli import cluster
-from sapus_cli.config import RunConfig
+from sapus_cli.config import RunConfig, Transport
 from sapus_cli.errors import UserError, unknown
 from sapus_cli.workloads import check_names, check_partition, default_epochs, default_model
 
@@ -72,7 +72,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "device": ("auto", "cpu", "cuda"),
     "clock": ("virtual", "real"),
     "wire": tuple(cluster.ELEMENT_BYTES),
-    "transport": ("tcp", "ipc", "shm"),
+    "transport": get_args(Transport),
 }
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 

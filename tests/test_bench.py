@@ -24,7 +24,7 @@ from sapus_cli.cli import run_line
 from sapus_cli.codec import raw
 from sapus_cli.commands import bench
 from sapus_cli.doctor import Limits
-from sapus_cli.drivers.bench import bare, child, entries, plan, team
+from sapus_cli.drivers.bench import bare, child, plan, team
 from sapus_cli.drivers.bench.plan import Ceilings, Contender, Job, Room, Sample, Spread, Window
 from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
 from sapus_cli.figures import canvas, transport
@@ -648,7 +648,7 @@ def test_a_signal_while_a_measurement_ends_leaves_no_process(monkeypatch: pytest
         team.Bench(0.1) as measuring,
         measuring._team("one that waits", 1000, 1) as one,
     ):
-        one.start("sender-0", entries.send, 0)
+        one.start("sender-0", "ceilings:send", 0)
     assert len(processes) == 1
     assert all_gone(processes, 0)
 

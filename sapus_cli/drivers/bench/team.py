@@ -38,7 +38,7 @@ from sapus_cli.drivers.bench.plan import (
 from sapus_cli.errors import InterruptedRunError, RunFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerContext, ForkServerProcess
     from types import FrameType
@@ -126,10 +126,10 @@ class Bench:
         """Measure the ceilings once."""
         who = f"ceilings, {elements:,} elements, {counted(workers)}"
         with self._team(who, elements, workers) as team:
-            (memory,) = team.hear([team.start("memory", entries.memory)])
+            (memory,) = team.hear([team.start("memory", "ceilings:memory")])
         with self._team(who, elements, workers) as team:
-            receiver = team.start("receiver", entries.receive)
-            senders = [team.start(f"sender-{rank}", entries.send, rank) for rank in range(workers)]
+            receiver = team.start("receiver", "ceilings:receive")
+            senders = [team.start(f"sender-{rank}", "ceilings:send", rank) for rank in range(workers)]
             (port,) = team.hear([receiver])
             tell(senders, port)
             (one_way,) = team.hear([receiver])
@@ -194,10 +194,12 @@ class Team:
         self._context = context
         self._members: list[Member] = []
 
-    def start(self, name: str, main: Callable[..., None], *args: object) -> Member:
-        """Start a process that runs `main(pipe, job, *args)`."""
+    def start(self, name: str, part: str, *args: object) -> Member:
+        """Start a process that does `part`, a "module:function" of this package, as `part(pipe, job, *args)`."""
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=main, args=(theirs, self.job, *args), name=f"sapus-{name}", daemon=True)
+        process = self._context.Process(
+            target=entries.call, args=(theirs, self.job, part, *args), name=f"sapus-{name}", daemon=True
+        )
         member = Member(name, process, ours)
         with _signals_wait():
             process.start()
@@ -274,8 +276,8 @@ def _descendants(pid: int | None) -> list[psutil.Process]:
 
 def _measured(team: Team, contender: Contender, turn: int) -> Sample:
     job = team.job
-    server = team.start("server", entries.serve, contender) if contender.serve else None
-    workers = [team.start(f"worker-{rank}", entries.work, contender, rank) for rank in range(job.workers)]
+    server = team.start("server", "child:serve", contender) if contender.serve else None
+    workers = [team.start(f"worker-{rank}", "child:work", contender, rank) for rank in range(job.workers)]
     serving: Serving | None = team.hear([server])[0] if server else None
     tell(workers, serving.address if serving else None)
     pid = (serving.pid or server.process.pid) if serving and server else None
