@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from sapus_cli.codec import (
     Leave,
     Pull,
     Push,
+    Raw,
     Refused,
     Snapshot,
     State,
@@ -135,6 +137,17 @@ def test_a_push_with_fields_of_any_kind_keeps_its_ranges(fields: dict[str, objec
 def test_these_are_no_messages(header: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_from_client(header)
+
+
+def test_the_bytes_of_a_vector_follow_it_to_other_memory() -> None:
+    raw, vector = Raw(), torch.zeros(2)
+    known = raw.of(vector)
+    vector[1] = 1.0
+    assert raw.of(vector) is known
+    assert bytes(known) == bytes(6) + bytes([0x80, 0x3F])
+    vector.data = torch.ones(2)
+    assert bytes(raw.of(vector)) == 2 * bytes([0, 0, 0x80, 0x3F])
+    assert bytes(raw.of(torch.zeros(2))) == bytes(8)
 
 
 def test_only_push_and_state_carry_a_vector_of_exactly_d_elements() -> None:

@@ -417,6 +417,17 @@ def test_what_was_cut_off_a_push_that_is_declined_is_not_forgotten() -> None:
     assert worker.outgoing.item() == 1 + 1 / 128
 
 
+def test_what_was_cut_off_before_a_fresh_state_is_forgotten() -> None:
+    worker = pulled(torch.zeros(1), torch.bfloat16)
+    worker.local.fill_(1 + 2 / 512)  # half-way, goes to 1 and leaves 2/512
+    worker.after_step(1.0, 8, 0.1, 1.0, last=False)
+    worker.incoming.zero_()
+    worker.on_state(State(version=0, t_s=0.0, fresh=True), 1.0)
+    worker.local.fill_(1 + 1 / 512)
+    worker.after_step(1.0, 8, 0.1, 1.0, last=False)
+    assert worker.outgoing.item() == 1.0, "1 + 3/512 would have become 1 + 1/128"
+
+
 def test_a_worker_takes_over_what_a_narrow_wire_left_of_the_state() -> None:
     worker = pulled(torch.tensor([1 + 1 / 512, 3.0]), torch.bfloat16)
     assert worker.local.tolist() == [1.0, 3.0]

@@ -8,7 +8,8 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import pytest
@@ -16,9 +17,13 @@ import torch
 from processes import launch, sapus, start
 
 from sapus_cli.analysis import setting_of
+from sapus_cli.cluster import ClusterProfile
+from sapus_cli.codec import State
 from sapus_cli.drivers.launch import loopback
+from sapus_cli.drivers.server import Server
 from sapus_cli.drivers.transport import Segment, prefer_reno
 from sapus_cli.errors import RunFailedError
+from sapus_cli.protocol import Outgoing
 from sapus_cli.traces import read_run, read_trace
 
 if TYPE_CHECKING:
@@ -105,6 +110,10 @@ def test_connections_of_a_loopback_endpoint_do_not_pace() -> None:
             assert control(near) == control(far) == b"bbr"
             prefer_reno(f"tcp://localhost:{port}")
             assert control(near) == control(far) == b"reno"
+            cubic = b"cubic" in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_bytes()
+            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic" if cubic else b"reno")
+            prefer_reno(f"tcp://127.0.0.1:{port}")
+            assert control(near) == (b"cubic" if cubic else b"reno"), "what does not pace stays"
             near.sendall(b"still here")
             assert far.recv(16) == b"still here"
 
@@ -132,6 +141,22 @@ def test_every_transport_gives_the_same_bits_and_counts_the_same_bytes(tmp_path:
         assert 39 * d * width < totals["tx_bytes"] < 39 * (d * width + 400) + 3 * 3000
         assert totals["rx_frames"] == (36 if transport == "shm" else 72) + 3 * 3
     assert not list(Path("/dev/shm").glob("*sapus*"))  # noqa: S108 - nothing is made there
+
+
+@pytest.mark.parametrize(
+    ("shared", "elements", "copied"), [(False, 1 << 20, True), (False, 9, False), (True, 1 << 20, False)]
+)
+def test_what_goes_to_many_is_a_copy_of_its_own(*, shared: bool, elements: int, copied: bool) -> None:
+    server = SimpleNamespace(_elements=elements, _dtype=torch.float32, _shared=shared, _profile=ClusterProfile())
+    x = torch.zeros(elements)
+    replies = [Outgoing(rank, State(version=0, t_s=0.0), x, None) for rank in range(2)]
+    snapshot = Server._snapshot(cast("Server", server), replies)
+    assert (snapshot is not None) is copied
+    x.fill_(1.0)
+    assert snapshot is None or not snapshot.any()
+    assert Server._snapshot(cast("Server", server), replies[:1]) is None, "the socket copies what goes to one"
+    replies[1] = replies[1]._replace(vector=x.clone())
+    assert Server._snapshot(cast("Server", server), replies) is None
 
 
 @pytest.mark.slow
