@@ -18,13 +18,15 @@ from processes import launch, sapus, start
 
 from sapus_cli.analysis import setting_of
 from sapus_cli.cluster import ClusterProfile
-from sapus_cli.codec import State
+from sapus_cli.codec import PROTOCOL_VERSION, Hello, State
 from sapus_cli.drivers.launch import loopback
 from sapus_cli.drivers.server import Server
 from sapus_cli.drivers.transport import Segment, prefer_reno
 from sapus_cli.errors import RunFailedError
 from sapus_cli.protocol import Outgoing
+from sapus_cli.strategy import Setting
 from sapus_cli.traces import read_run, read_trace
+from strategies.asp import Asp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -157,6 +159,43 @@ def test_what_goes_to_many_is_a_copy_of_its_own(*, shared: bool, elements: int, 
     assert Server._snapshot(cast("Server", server), replies[:1]) is None, "the socket copies what goes to one"
     replies[1] = replies[1]._replace(vector=x.clone())
     assert Server._snapshot(cast("Server", server), replies) is None
+
+
+def test_the_path_of_a_worker_that_is_replaced_before_it_pulled_is_taken_back() -> None:
+    class Deaf:
+        """A socket that nobody hears."""
+
+        def send(self, *_: object, **__: object) -> None:
+            pass
+
+        def getsockopt_string(self, _: int) -> str:
+            return loopback("shm")
+
+    nothing: Any = None
+    server = Server(
+        cast("Any", Deaf()),
+        Asp(),
+        torch.zeros(3),
+        n_workers=1,
+        profile=ClusterProfile(),
+        setting=Setting(),
+        fingerprint="f",
+        config=b"",
+        shared=True,
+        launcher=nothing,
+        pushes=nothing,
+        target_accuracy=None,
+    )
+    hello = Hello(protocol=PROTOCOL_VERSION, role="worker", rank=0)
+    paths = []
+    for identity in (b"first", b"second"):
+        server._greet(identity, hello, 10)
+        segment = server._workers[0].segment
+        assert segment is not None
+        paths.append(Path(segment.path))
+        assert paths[-1].exists()
+        server._returning.add(0)
+    assert [path.exists() for path in paths] == [False, True]
 
 
 @pytest.mark.slow
