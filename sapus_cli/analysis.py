@@ -1048,12 +1048,19 @@ def _rank(row: Row, sort: str) -> tuple[bool, bool, float]:
     return (cell.value is None, cell.bound != "", value if METRICS[sort].better == "less" else -value)
 
 
+def _notes_on_rows(runs: Iterable[Run]) -> list[str]:
+    lacking = [(run.name, names) for run in runs if (names := traces.incomplete_traces(run.record))]
+    listed = ", ".join(f"{name} ({', '.join(names)})" for name, names in lacking)
+    return [f"rows are missing, the disk did not take them: {listed}"] if lacking else []
+
+
 def _notes(rows: list[Row], target: float) -> list[str]:
     notes = []
     unfinished = [run for row in rows for run in row.group.runs if not run.finished]
     if unfinished:
         names = ", ".join(f"{run.name} ({run.status})" for run in unfinished)
         notes.append(f"* not finished, used up to its last row: {names}")
+    notes += _notes_on_rows([run for row in rows for run in row.group.runs])
     for row in rows:
         missed = [run for run in row.group.runs if time_to(run, target).censored]
         if missed:

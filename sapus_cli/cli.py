@@ -5,15 +5,35 @@ Exit codes: 0 done, 1 the run failed, 2 the call was wrong, 130 interrupted. Not
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import signal
 import sys
 import traceback
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
 
-from sapus_cli import __version__
-from sapus_cli.commands import (
+INTERRUPTED = 130
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+# While there is nothing to put in order, Ctrl-C just ends the process.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    with suppress(ValueError):  # another thread imports
+        signal.signal(signal.SIGINT, _leave)
+
+import typer  # noqa: E402
+
+from sapus_cli import __version__  # noqa: E402
+from sapus_cli.commands import (  # noqa: E402
     bench,
     calibrate,
     compare,
@@ -30,7 +50,17 @@ from sapus_cli.commands import (
     validate,
     worker,
 )
-from sapus_cli.errors import DamagedFileError, RunFailedError, UserError
+from sapus_cli.errors import DamagedFileError, RunFailedError, UserError  # noqa: E402
+from sapus_cli.output import careless  # noqa: E402
+
+if signal.getsignal(signal.SIGINT) is _leave:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The machine has no more of something: no fault of the program.
+_MACHINE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
+}
 
 # typer brings its own copy of click, or uses an installed one, by version; its public error leads to the base of all.
 _CommandLineError: Any = typer.BadParameter.__mro__[2]
@@ -86,7 +116,47 @@ def _options(
 
 def main() -> None:
     """Run the command line and exit."""
-    sys.exit(run_line(sys.argv[1:]))
+    if sys.stderr is not None:
+        sys.stderr = careless(2, sys.stderr.encoding)
+    names: list[str] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        # What follows takes a moment, which nothing but another Ctrl-C cuts short.
+        for other in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(other, signal.SIG_IGN)
+        names.append(signal.Signals(number).name)
+        raise KeyboardInterrupt
+
+    try:
+        _on_signals(interrupt)
+        code = run_line(sys.argv[1:])
+    except KeyboardInterrupt:  # outside of the command itself
+        code = INTERRUPTED
+    _on_signals(_leave)
+    if code == INTERRUPTED and names:
+        typer.echo(f"sapus: interrupted by {names[0]}", err=True)
+    sys.exit(_flushed(code))
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, handler)
+
+
+def _flushed(code: int) -> int:
+    """Pass on what was printed; returns the exit code."""
+    if sys.stdout is None:
+        return code
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left would be tried again at the end of Python.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:  # whoever read it has read enough
+            typer.echo(f"sapus: cannot write the output: {error.strerror}", err=True)
+        return code or 1
+    return code
 
 
 def run_line(line: list[str]) -> int:
@@ -94,7 +164,9 @@ def run_line(line: list[str]) -> int:
     words = [word for word in line if word != "--debug"] or ["--help"]
     try:
         result: Any = app(args=words, standalone_mode=False, prog_name="sapus")
-    except _EXPECTED as error:
+    except (*_EXPECTED, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _MACHINE:
+            raise
         if "--debug" in line:
             traceback.print_exc()
         elif text := _text(error):
@@ -106,6 +178,9 @@ def run_line(line: list[str]) -> int:
 def _text(error: BaseException) -> str:
     if isinstance(error, RunFailedError):
         return str(error)  # with the end of a log, line by line
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f": {error.filename}"
+        return f"the system refused: {error.strerror}{where}"
     text = str(error)
     if isinstance(error, _CommandLineError):
         context: Any = getattr(error, "ctx", None)
@@ -118,7 +193,9 @@ def _text(error: BaseException) -> str:
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, typer.Abort | KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
+    if isinstance(error, OSError):
+        return RunFailedError.exit_code
     if isinstance(error, RunFailedError):
         return error.exit_code
     return 2

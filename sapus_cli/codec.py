@@ -19,14 +19,16 @@ from sapus_cli.errors import RemoteProtocolError
 if TYPE_CHECKING:
     from sapus_cli.strategy import Vec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_HEADER_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
+Steps = Annotated[int, Meta(ge=1, le=2**31)]
+Samples = Annotated[int, Meta(ge=0, le=2**40)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Positive = Annotated[int, Meta(ge=1, le=2**62)]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Name = Annotated[str, Meta(min_length=1, max_length=32)]
 Text = Annotated[str, Meta(max_length=1000)]
 Facts = Annotated[dict[Name, float | Annotated[str, Meta(max_length=64)]], Meta(max_length=32)]
@@ -38,11 +40,27 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """First word of every client. `rank` -1 asks the server to choose."""
+    """First word of every client. `rank` -1 asks the server to choose.
+
+    `incarnation` is a number that the client made up and nobody else has. It stays the same when the client has to
+    connect again, so that the server can tell it from one that takes its place.
+    """
 
     protocol: int
     role: Literal["worker", "evaluator"]
+    incarnation: Positive
     rank: Annotated[int, Meta(ge=-1, le=2**31)] = -1
+
+
+class Beat(_Message, frozen=True, tag="beat"):
+    """The process that said hello as `incarnation` lives.
+
+    It comes over a connection of its own, which a long step does not hold up. If `main`, it comes over the one that
+    pushes come over: a client asks whether the server still knows that one, since answers to another get lost.
+    """
+
+    incarnation: Positive
+    main: bool = False
 
 
 class Pull(_Message, frozen=True, tag="pull"):
@@ -54,16 +72,16 @@ class Pull(_Message, frozen=True, tag="pull"):
 class Push(_Message, frozen=True, tag="push"):
     """An accumulated update, followed by its vector.
 
-    `seq` counts the pushes of a worker from 1; `version` is that of the state it last pulled; `step_s` and
-    `exchange_s` are seconds as in `strategy.Received`; `sent_s` is when an emulated worker sent it, in seconds since
-    the start, 0 if it does not say. `finite` is the worker's word that all numbers of the vector are: each worker looks
-    at its own, which spares the one server a pass over all of them.
+    `seq` counts the pushes of a rank from 1, over all of its incarnations; `version` is that of the state it last
+    pulled; `step_s` and `exchange_s` are seconds as in `strategy.Received`; `sent_s` is when an emulated worker sent
+    it, in seconds since the start, 0 if it does not say. `finite` is the worker's word that all numbers of the vector
+    are: each worker looks at its own, which spares the one server a pass over all of them.
     """
 
     seq: Positive
     version: Count
-    n_steps: Positive
-    n_samples: Count
+    n_steps: Steps
+    n_samples: Samples
     loss: float
     step_s: Seconds
     exchange_s: Seconds
@@ -77,7 +95,7 @@ class Leave(_Message, frozen=True, tag="leave"):
     """A worker ends; nothing follows."""
 
     reason: Text = ""
-    overruns: Count = 0
+    overruns: Annotated[int, Meta(ge=0, le=2**31)] = 0
 
 
 class Snapshot(_Message, frozen=True, tag="snapshot"):
@@ -98,17 +116,22 @@ class Evaluated(_Message, frozen=True, tag="evaluated"):
 class Welcome(_Message, frozen=True, tag="welcome"):
     """Answer to hello: the client's rank, the model's layout, and the run's configuration as JSON.
 
-    `steps` are the local steps of this rank that the server has had already: a worker that takes the place of one that
-    is gone goes on from there. `wire` says what the elements of vectors are; `segment` is the path of the memory that a
-    worker shares with the server, through which its vectors go, or empty: they go with their messages.
+    `beat_s` is how often to say `Beat`, in seconds. `resumed`: the worker has only connected again, and its last
+    message counts, once, if it is sent again. Otherwise it is to pull, even if it has before: `steps` and `seq` are the
+    local steps and the pushes of this rank that the server has had, from which it goes on. `wire` says what
+    the elements of vectors are; `segment` is the path of the memory that a worker shares with the server, through which
+    its vectors go, or empty: they go with their messages.
     """
 
     protocol: int
     rank: Count
     elements: Positive
     fingerprint: Annotated[str, Meta(max_length=64)]
+    beat_s: Annotated[float, Meta(gt=0)]
+    resumed: bool = False
     config: bytes = b""
     steps: Count = 0
+    seq: Count = 0
     wire: Wire = "float32"
     segment: Annotated[str, Meta(max_length=64)] = ""
 
@@ -143,14 +166,22 @@ class Stop(_Message, frozen=True, tag="stop"):
     flush: bool
 
 
+class Alive(_Message, frozen=True, tag="alive"):
+    """Answer to a beat: the server knows this client."""
+
+
+class Dropped(_Message, frozen=True, tag="dropped"):
+    """The server does not know this client, or not any more: it has to say hello anew."""
+
+
 class Refused(_Message, frozen=True, tag="refused"):
     """The server did not accept a message."""
 
     reason: Text
 
 
-FromClient: TypeAlias = Hello | Pull | Push | Leave | Snapshot | Evaluated
-FromServer: TypeAlias = Welcome | State | Declined | Stop | Refused
+FromClient: TypeAlias = Hello | Beat | Pull | Push | Leave | Snapshot | Evaluated
+FromServer: TypeAlias = Welcome | Alive | Dropped | State | Declined | Stop | Refused
 Message: TypeAlias = FromClient | FromServer
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,6 +18,20 @@ MOST_THREADS = 1024
 Transport: TypeAlias = Literal["tcp", "ipc", "shm"]
 
 
+class Recovery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What happens when processes of a run die or fall silent; it says nothing of what is computed.
+
+    A worker that was not heard of for `worker_timeout_s` seconds is let go. The run ends as failed when fewer than
+    `min_workers` have not been lost for as long. A process that dies is started again at most `max_restarts` times, 0
+    for never. The server writes a checkpoint every `checkpoint_every_s` seconds.
+    """
+
+    worker_timeout_s: float = 10.0
+    min_workers: int = 1
+    max_restarts: int = 3
+    checkpoint_every_s: float = 30.0
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run: one strategy on one workload with one seed.
 
@@ -50,6 +64,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     threads: int = 1
     wire: Wire = "float32"
     transport: Transport = "tcp"
+    recovery: Recovery = msgspec.field(default_factory=Recovery)
     cluster: ClusterProfile = msgspec.field(default_factory=ClusterProfile)
 
     def __post_init__(self) -> None:
@@ -82,6 +97,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             _between("--target-accuracy", self.target_accuracy, 0, 1, open_low=True)
         self.cluster.check_workers(self.workers)
         self.cluster.check_budget(self.seconds)
+        _between("--worker-timeout", self.recovery.worker_timeout_s, 0.5, MOST)
+        _whole("--min-workers", self.recovery.min_workers, 1, self.workers)
+        _whole("--max-restarts", self.recovery.max_restarts, 0, MOST)
+        _between("--checkpoint-every", self.recovery.checkpoint_every_s, 0.1, MOST)
 
     def steps_per_worker(self, n_train: int) -> int | None:
         """Local steps of each worker on a training set of `n_train` samples; None if the budget is in seconds."""

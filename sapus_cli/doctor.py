@@ -264,17 +264,17 @@ print("\\n" + json.dumps(said))
 def ask_torch(program: str = _ASK, timeout_s: float = TORCH_S) -> Torch:
     """Import torch in a child process and hear what it says; what goes wrong is in the answer."""
     try:
-        # torch leaves a folder among the temporary files. -P: a torch.py of the working directory is not meant.
-        with tempfile.TemporaryDirectory(prefix="sapus-doctor-") as scratch:
-            done = subprocess.run(
-                [sys.executable, "-P", "-c", program],
-                env=os.environ | {"TMPDIR": scratch},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
+        # torch makes a folder for its compiler, unless it is told of one. -P: a torch.py of the working directory is
+        # not meant.
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", program],
+            env={"TORCHINDUCTOR_CACHE_DIR": os.sep} | os.environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return Torch(error=f"not imported within {timeout_s:g} s")
     except OSError as error:
@@ -509,15 +509,15 @@ def host_addresses() -> tuple[str, list[str] | None]:
 
 
 def judge_host(name: str, addresses: Sequence[str] | None) -> Verdict:
-    """What the name of this host means; never bad, as long as no server is looked for by its name."""
-    unused = "runs do without the name"
+    """What the name of this host means; never bad, since only workers on other machines may look for it."""
+    unused = "runs on one machine do without; for workers on others, sapus server has --advertise"
     if addresses is None:
         return Verdict(Level.ok, f"{name}: the name service does not answer within {NAME_SERVICE_S:g} s; {unused}")
     if not addresses:
         return Verdict(Level.ok, f"{name} does not resolve; {unused}")
     found = f"{name} resolves to {', '.join(addresses)}"
     if all(_address(address).is_loopback for address in addresses):
-        return Verdict(Level.ok, f"{found}: loopback, where servers listen")
+        return Verdict(Level.ok, f"{found}: loopback; for workers on other machines, sapus server has --advertise")
     return Verdict(Level.ok, found)
 
 
@@ -542,7 +542,9 @@ def _reaches_out(address: str) -> bool:
 def judge_interfaces(found: Sequence[tuple[str, str]]) -> Verdict:
     """Which addresses this machine has; never bad."""
     shown = ", ".join(f"{address} ({name})" for name, address in found)
-    return Verdict(Level.ok, f"loopback{f', {shown}' if shown else ''}; servers listen on loopback only")
+    return Verdict(
+        Level.ok, f"loopback{f', {shown}' if shown else ''}; servers listen on loopback unless --bind says otherwise"
+    )
 
 
 # --- Cores, memory, limits ---
@@ -653,7 +655,7 @@ def judge_files(soft: int, hard: int, workers: int) -> Verdict:
     if soft == infinite or soft >= needed:
         return Verdict(Level.ok, found)
     if hard == infinite or hard >= needed:
-        return Verdict(Level.failure, found, f"ulimit -n {needed}")
+        return Verdict(Level.ok, f"{found}; a run raises the limit itself")
     return Verdict(
         Level.failure, f"{found}, {hard:,} is the hard limit", "have it raised (limits.conf), or give fewer --workers"
     )

@@ -41,6 +41,10 @@ class RemoteProtocolError(ProtocolError):
     """The peer broke a rule or sent bytes that are no message."""
 
 
+class DroppedError(ProtocolError):
+    """The server does not know this client any more: it has been let go, or the server is another one."""
+
+
 class DeadlockError(LocalProtocolError):
     """Every live worker waits for a reply, so no push can ever come."""
 

@@ -296,4 +296,4 @@ def _lower_quartile(values: Collection[float]) -> float:
 
 def _steps(k: float) -> int:
     """The least whole number of steps that is at least k, within 1 and the most."""
-    return max(1, min(MOST_STEPS, math.ceil(k - 1e-9)))
+    return max(1, math.ceil(min(MOST_STEPS, k - 1e-9)))

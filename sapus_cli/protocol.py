@@ -2,15 +2,21 @@
 
     client                    server             rule
     ------------------------  -----------------  ---------------------------------------------------------------
-    hello(role, rank)         welcome(config)    once, first; other protocol version: refused
-    pull(fingerprint)         state(x)           once a worker; withheld until all workers have pulled (start)
+    hello(role, rank)         welcome(config)    once a connection, first; other protocol version: refused
+    pull(fingerprint)         state(x)           once an incarnation; withheld until all workers have pulled (start)
     push(seq, version, u)     state(x)           seq counts from 1; one at most without its reply; the reply may be
-                                                 withheld; the same seq again is not applied again
+                                                 withheld; the same seq again is answered again, but applied once
                               declined           instead of a state: loss or vector was not finite, nothing was
                                                  applied; the tenth time in a row it is state(x, fresh) instead
     leave                                        last word of a worker
     snapshot                  state(x)           the evaluator, at any time
                               stop(flush)        to everybody, at any time
+    beat                      alive              every second or so, over a connection of its own and the main one
+    (anything)                dropped            to whom the server does not know, or has let go: hello is due again
+
+An incarnation of a worker is its life from one first pull to its death, its leave, or its being let go because nothing
+was heard of it. Whoever loses its connection connects again as the same incarnation, and sends again what was not
+answered; who is let go begins a new one, with the steps and the number of pushes that the server has had of its rank.
 
 The drivers own sockets and clocks; they pass decoded messages and the time in seconds since the start of the run, and
 send what they are handed. The same cores run in real processes and in virtual time.
@@ -23,6 +29,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from sapus_cli.codec import Declined, Pull, Push, State
@@ -135,6 +142,12 @@ class WorkerCore:
         self._exchange_s = 0.0
         self._interval = _Interval()
         self._sent = _Interval()
+
+    def begin(self, steps: int, seq: int) -> None:
+        """Go on, before the first pull, from the local steps and the pushes that the server has had of this rank."""
+        self._expect(Phase.NEW)
+        self.steps = steps
+        self._seq = seq
 
     def pull(self, fingerprint: str) -> Pull:
         """The request for the first state."""
@@ -344,13 +357,40 @@ class Outgoing(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Member:
-    seq: int = 0
-    declined: int = 0
+class Progress:
+    """What the server has had of a rank, over all its incarnations: local steps, and the number of its last push."""
+
     steps: int = 0
+    seq: int = 0
+
+
+@dataclass(slots=True)
+class _Member:
+    progress: Progress
+    declined: int = 0
     sick_since: int = 0
     row: PushRow | None = None
     joining: bool = False
+    last: Outgoing | None = None
+
+
+@dataclass
+class Saved:
+    """What a `ServerCore` has to remember to go on in another process.
+
+    `live` are the ranks of its workers, `joining` those that wait for their first state, `unanswered` the pushes that
+    wait for their reply.
+    """
+
+    state: ServerState
+    samples: int
+    steps: int
+    received: int
+    declined: int
+    progress: dict[int, Progress]
+    live: list[int]
+    joining: list[int]
+    unanswered: list[PushRow]
 
 
 class ServerCore:
@@ -379,6 +419,7 @@ class ServerCore:
         self._n_workers = n_workers
         self.received = 0
         self._members: dict[int, _Member] = {}
+        self._progress: dict[int, Progress] = {}
         self.waiting: set[int] = set()
 
     @property
@@ -390,17 +431,64 @@ class ServerCore:
         """Whether a worker has pulled and has not left."""
         return worker in self._members
 
+    def progress(self, worker: int) -> Progress:
+        """What there has been of a rank so far."""
+        return self._progress.setdefault(worker, Progress())
+
+    def saved(self) -> Saved:
+        """What to keep of all this for `restore`. It shares memory with this object."""
+        live = sorted(self.state.members)
+        members = [self._members[worker] for worker in live]
+        return Saved(
+            state=self.state,
+            samples=self.samples,
+            steps=self.steps,
+            received=self.received,
+            declined=self.declined,
+            progress=self._progress,
+            live=live,
+            joining=[worker for worker in live if self._members[worker].joining],
+            unanswered=[member.row for member in members if member.row is not None],
+        )
+
+    def restore(self, saved: Saved, now: float, *, started: bool) -> list[PushRow]:
+        """Go on from there in a new object. Its workers have left; if it is not `started`, all are waited for again.
+
+        Returns the rows of the pushes that get no reply any more.
+        """
+        saved.state.setting = self.state.setting
+        self.state = saved.state
+        self.samples, self.steps = saved.samples, saved.steps
+        self.received, self.declined = saved.received, saved.declined
+        self._progress = saved.progress
+        self._members = {
+            worker: _Member(self.progress(worker), joining=worker in saved.joining) for worker in saved.live
+        }
+        for row in saved.unanswered:
+            self._members[row.worker].row = row
+        self.waiting = {*saved.joining, *(row.worker for row in saved.unanswered)}
+        self.started = True
+        # First who does not wait: then the others are still there to be told what became of their pushes.
+        for worker in sorted(saved.live, key=self.waiting.__contains__):
+            self.leave(worker, now)
+        self.started = started
+        return saved.unanswered
+
     def join(self, worker: int, now: float) -> list[Outgoing]:
         """Take the first pull of a worker. The first replies leave together, when the last worker has pulled.
+
+        A pull that is sent again before the first push is answered again.
 
         Raises:
             RemoteProtocolError: the worker pulled before, or its rank is out of range.
         """
         if not 0 <= worker < self._n_workers:
             raise RemoteProtocolError(f"rank {worker} does not exist: there are {self._n_workers} workers")
-        if worker in self._members:
+        if member := self._members.get(worker):
+            if member.joining or (member.last is not None and member.row is None and self._is_fresh(member.last)):
+                return self._again(member, now)
             raise RemoteProtocolError(f"worker {worker} has pulled already")
-        self._members[worker] = _Member(joining=True)
+        self._members[worker] = _Member(self.progress(worker), joining=True)
         self.waiting.add(worker)
         if self.started:
             return self._admit([worker], now)
@@ -431,22 +519,29 @@ class ServerCore:
         member = self._members.get(worker)
         if member is None or not self.started:
             raise RemoteProtocolError(f"worker {worker} pushed before it pulled")
-        if message.seq <= member.seq:
-            return self._again(worker, member, message, now)
-        if message.seq != member.seq + 1:
-            raise RemoteProtocolError(f"worker {worker} sent push {message.seq} after push {member.seq}")
+        progress = member.progress
+        if message.seq <= progress.seq:
+            return self._again(member, now) if message.seq == progress.seq else []
+        if message.seq != progress.seq + 1:
+            raise RemoteProtocolError(f"worker {worker} sent push {message.seq} after push {progress.seq}")
         if member.row is not None or member.joining:
             raise RemoteProtocolError(f"worker {worker} pushed while it waited for a reply")
         version = self.version
         if message.version > version:
             raise RemoteProtocolError(f"worker {worker} claims version {message.version}, the newest is {version}")
-        if unknown := [key for key in message.info if key not in self._columns]:
-            raise RemoteProtocolError(self._undeclared(unknown[0]))
-        member.seq = message.seq
+        for key, value in message.info.items():
+            if key not in self._columns:
+                raise RemoteProtocolError(self._undeclared(key))
+            if key in STANDARD_INFO and isinstance(value, str) is not (key == "reason"):
+                raise RemoteProtocolError(
+                    f"the info {key}={value!r} must be {'text' if key == 'reason' else 'a number'}"
+                )
+        progress.seq = message.seq
+        member.last = None
         if not (message.finite and math.isfinite(message.loss)):
             return self._decline(worker, member, message, vector.dtype, now)
         member.declined = 0
-        member.steps += message.n_steps
+        progress.steps += message.n_steps
         member.row = PushRow(
             t_s=now,
             worker=worker,
@@ -501,7 +596,7 @@ class ServerCore:
     def _decline(self, worker: int, member: _Member, message: Push, wire: torch.dtype, now: float) -> list[Outgoing]:
         self.declined += 1
         if member.declined == 0:
-            member.sick_since = member.steps + message.n_steps
+            member.sick_since = member.progress.steps + message.n_steps
         member.declined += 1
         if all(other.declined >= PATIENCE for other in self._members.values()):
             # Its numbers end at 65504, those of the state do not.
@@ -511,7 +606,8 @@ class ServerCore:
                 f"{member.sick_since}, for {PATIENCE} pushes until {now:.1f} s; try a smaller --lr{other_wire}"
             )
         if member.declined % PATIENCE:
-            return [Outgoing(worker, Declined(seq=message.seq), None, None)]
+            member.last = Outgoing(worker, Declined(seq=message.seq), None, None)
+            return [member.last]
         # To pull afresh is to leave and to come back: the strategy must forget what it knows of this worker's state.
         self.state.members.discard(worker)
         outgoing = self._answer(self._strategy.on_leave(self.state, worker), now)
@@ -557,15 +653,25 @@ class ServerCore:
                 hint=self._finite(reply),
                 fresh=fresh,
             )
-            vector = self.state.x if reply.vector is None else reply.vector
-            outgoing.append(Outgoing(reply.to, header, vector, row))
+            member.last = Outgoing(reply.to, header, reply.vector, None)
+            outgoing.append(Outgoing(reply.to, header, self.state.x if reply.vector is None else reply.vector, row))
         return outgoing
 
-    def _again(self, worker: int, member: _Member, message: Push, now: float) -> list[Outgoing]:
-        # A retransmission. Its reply got lost, unless the push still waits for one or is older than the last.
-        if message.seq < member.seq or member.row is not None:
-            return []
-        return [Outgoing(worker, self.snapshot(now, final=False), self.state.x, None)]
+    def _again(self, member: _Member, now: float) -> list[Outgoing]:
+        """Answer once more what a worker sent again, because the reply was lost with its connection, if there was one.
+
+        A vector of the strategy's own is the one that was sent; the global state may be newer by now.
+        """
+        last = member.last
+        if last is None or isinstance(last.message, Declined) or last.vector is not None:
+            return [last] if last else []
+        header = self.snapshot(now, final=False)
+        header = msgspec.structs.replace(header, hint=last.message.hint, fresh=last.message.fresh)
+        return [Outgoing(last.worker, header, self.state.x, None)]
+
+    @staticmethod
+    def _is_fresh(reply: Outgoing) -> bool:
+        return isinstance(reply.message, State) and reply.message.fresh
 
     def _declared(self, info: Info) -> Info:
         for key in info:

@@ -6,8 +6,11 @@ can tear the last one at most, and readers drop that one. Anything else that doe
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.metadata
 import itertools
+import logging
 import math
 import os
 import platform
@@ -15,6 +18,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, SupportsFloat, SupportsIndex, TypeAlias
 
@@ -23,9 +27,11 @@ import msgspec
 from sapus_cli.errors import DamagedFileError, RunFailedError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import polars as pl
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 """Version of the run folder's layout. Readers refuse a newer one."""
@@ -35,6 +41,15 @@ STATUSES = ("running", "finished", "failed", "interrupted")
 
 FLUSH_EVERY_S = 0.5
 """Least time between two flushes by `Trace.tick`, seconds."""
+
+RETRY_EVERY_S = 5.0
+"""The same after a flush that failed."""
+
+MOST_WAITING_BYTES = 16 << 20
+"""Rows that a trace keeps in memory while the system does not take them; newer ones are dropped."""
+
+RESERVE_BYTES = 1 << 16
+"""Room that a run keeps on the disk for its last run.json."""
 
 TraceName: TypeAlias = Literal["evals", "pushes", "resources", "events"]
 
@@ -53,7 +68,11 @@ class Column(NamedTuple):
     meaning: str
 
 
-_CAME_LATER = {"wire": "float32", "transport": "tcp"}
+_CAME_LATER = {
+    "wire": "float32",
+    "transport": "tcp",
+    "recovery": {"worker_timeout_s": 10.0, "min_workers": 1, "max_restarts": 3, "checkpoint_every_s": 30.0},
+}
 
 EVALS = (
     Column("t_s", "Float64", "when the tested state was taken, seconds since the start"),
@@ -98,7 +117,7 @@ RESOURCES = (
 
 EVENTS = (
     Column("t_s", "Float64", "when it happened, seconds since the start; 0 before it"),
-    Column("kind", "String", "`join`, `leave`, `declined`, `fresh`, `fault`, `restart`, `crash` or `signal`"),
+    Column("kind", "String", "what happened, a word from the list below"),
     Column("role", "String", "role of the process that it happened to"),
     Column("rank", "Int64", "rank within the role, from 0"),
     Column("detail", "String", "one sentence for the reader"),
@@ -126,6 +145,10 @@ def push_columns(own: Iterable[str]) -> tuple[Column, ...]:
     return tuple(columns)
 
 
+Warn: TypeAlias = "Callable[[Literal['incomplete', 'complete'], str], object]"
+"""Takes the kind of an event about a trace, and a sentence."""
+
+
 class Trace:
     """Appends rows to one CSV file; one process and one thread write it.
 
@@ -133,17 +156,27 @@ class Trace:
     what a kill of this process can tear is the end of the file. An existing file is continued; its torn last row is
     cut off first.
 
+    Rows that the system does not take, as on a full disk, are kept for the next flush, up to `MOST_WAITING_BYTES`.
+
     Args:
         path: the file.
         columns: its columns, from `TRACES` or `push_columns`.
+        warn: called by a flush with "incomplete" and a sentence when rows begin to wait, or are lost; with "complete"
+            and a sentence when all of them were written after all.
+
+    Attributes:
+        lost: number of rows that were dropped.
 
     Raises:
         DamagedFileError: the file exists and has another header.
         RunFailedError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+    def __init__(self, path: Path, columns: Sequence[Column], warn: Warn = lambda _, text: log.warning(text)) -> None:
         self.path = path
+        self.lost = 0
+        self._warn = warn
+        self._failure: str | None = None
         self._names = tuple(column.name for column in columns)
         self._known = frozenset(self._names)
         self._dtypes = tuple(column.dtype for column in columns)
@@ -151,7 +184,7 @@ class Trace:
         self._plain: dict[tuple[type, ...], _Plain] = {}
         self._plain_texts: set[str] = set()
         self._rows: list[bytes] = []
-        self._unwritten = b""
+        self._unwritten = bytearray()
         self._flushed_s = -math.inf
         try:
             self._file = path.open("a+b", buffering=0)
@@ -227,46 +260,58 @@ class Trace:
                 self._plain_texts.add(cell)
 
     def tick(self, now: float) -> None:
-        """Flush if rows wait and the last flush was `FLUSH_EVERY_S` ago or more.
+        """Flush if rows wait and the last flush was `FLUSH_EVERY_S` ago or more, `RETRY_EVERY_S` if it failed.
 
         Args:
             now: seconds on a monotonic clock of the real world, also in virtual time: a kill is real.
-
-        Raises:
-            RunFailedError: the system does not take the rows.
         """
-        if now - self._flushed_s >= FLUSH_EVERY_S and (self._rows or self._unwritten):
+        every_s = RETRY_EVERY_S if self._failure else FLUSH_EVERY_S
+        if now - self._flushed_s >= every_s and (self._rows or self._unwritten):
             self._flushed_s = now
             self.flush()
 
-    def flush(self) -> None:
-        """Write all rows that wait.
+    @property
+    def incomplete(self) -> bool:
+        """Whether rows are lost, or the system did not take the last ones."""
+        return self.lost > 0 or self._failure is not None
 
-        Raises:
-            RunFailedError: the system does not take them, as on a full disk. They are kept for the next flush.
-        """
-        if self._rows:
-            self._unwritten += b"\n".join(self._rows) + b"\n"
-            self._rows.clear()
+    def flush(self) -> None:
+        """Write all rows that wait; what the system does not take goes on waiting. Nothing once the file is closed."""
+        if self._file.closed:
+            return
+        self._gather()
+        failure = None
         try:
             while self._unwritten:
                 # A full disk takes a part; what follows must begin where it ended, or a row would be torn inside.
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+                del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
-            raise RunFailedError(f"cannot write {self.path}: {error.strerror}") from error
+            failure = error.strerror or str(error)
+        before, self._failure = self._failure, failure
+        if failure and not before:
+            self._warn("incomplete", f"cannot write {self.path.name}: {failure}; its rows wait in memory")
+        elif before and not failure and self.lost:
+            self._warn("incomplete", f"{self.path.name} is written again, but {self.lost:,} rows are lost")
+        elif before and not failure:
+            self._warn("complete", f"{self.path.name} is written again, no row is lost")
+
+    def _gather(self) -> None:
+        if len(self._unwritten) >= MOST_WAITING_BYTES:
+            self.lost += len(self._rows)
+        elif self._rows:
+            self._unwritten += b"\n".join(self._rows) + b"\n"
+        self._rows.clear()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file once everything that waits has been written."""
+        waiting = len(self._unwritten) + sum(len(row) + 1 for row in self._rows)
+        return os.fstat(self._file.fileno()).st_size + waiting
 
     def close(self) -> None:
-        """Flush and close; a second call does nothing.
-
-        Raises:
-            RunFailedError: the system does not take the rows.
-        """
-        if self._file.closed:
-            return
-        try:
-            self.flush()
-        finally:
-            self._file.close()
+        """Flush and close; a second call does nothing. Rows that the system still does not take are lost."""
+        self.flush()
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -419,6 +464,50 @@ def _parse(columns: Sequence[Column], rows: list[str]) -> pl.DataFrame | _Fault:
     return min(faults) if faults else pl.DataFrame(parsed)
 
 
+def cut(path: Path, size: int) -> None:
+    """Take away from a trace what stands behind its first `size` bytes; one that is missing is left so."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        if size < file.seek(0, os.SEEK_END):
+            file.truncate(size)
+
+
+def cut_after(path: Path, t_s: float) -> None:
+    """Take away from a trace the rows of what happened later than `t_s`, and a torn last row.
+
+    Raises:
+        DamagedFileError: a row begins with no number.
+    """
+    try:
+        header, *rows = path.read_bytes().splitlines(keepends=True)
+    except (FileNotFoundError, ValueError):
+        return
+    try:
+        kept = [row for row in rows if row.endswith(b"\n") and float(row.partition(b",")[0]) <= t_s]
+    except ValueError as error:
+        raise DamagedFileError(f"{path}: {error}") from error
+    temporary = path.with_suffix(".csv.tmp")
+    temporary.write_bytes(header + b"".join(kept))
+    temporary.replace(path)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep others from writing into a run folder, until the end of this process at the latest.
+
+    Raises:
+        UserError: somebody writes into it.
+    """
+    file = os.open(folder / "logs", os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder}: this run is still going on; wait for its end, or end it") from error
+        yield
+    finally:
+        os.close(file)
+
+
 def check_results(results: Path) -> None:
     """Check, without creating anything, that runs can be written below `results`, which need not exist yet.
 
@@ -481,12 +570,54 @@ def _mkdir(results: Path, names: Iterable[str]) -> Path:
     raise UserError(f"the run {results / name} exists already; choose another name")
 
 
-def write_run(folder: Path, data: Mapping[str, object]) -> None:
+class Reserve:
+    """Room on the disk for the last run.json of a run, so that it can be written when nothing else can.
+
+    It is a file without a name: when its process is gone, however it ended, so is the file. A file system that has no
+    such files gives no room.
+
+    Args:
+        folder: the run folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file: int | None = None
+        with suppress(OSError, AttributeError):
+            self._file = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            os.posix_fallocate(self._file, 0, RESERVE_BYTES)
+
+    def write(self, path: Path, text: bytes) -> bool:
+        """Write a file in the room that was kept; returns whether there was any. It can be used once."""
+        if self._file is None:
+            return False
+        try:
+            os.pwrite(self._file, text, 0)
+            os.ftruncate(self._file, len(text))
+            # With a directory given, Python follows the link to the file behind it.
+            os.link(f"/proc/self/fd/{self._file}", path, src_dir_fd=self._file)
+        except OSError:
+            return False
+        finally:
+            self.close()
+        return True
+
+    def close(self) -> None:
+        """Give the room back; a second call does nothing."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def write_run(folder: Path, data: Mapping[str, object], reserve: Reserve | None = None) -> None:
     """Write run.json: a reader sees the old file or the new one, never a part. One process writes it.
 
     Args:
         folder: the run folder.
         data: what msgspec can write as JSON. NaN and infinity become null.
+        reserve: what to take if the disk is full.
 
     Raises:
         RunFailedError: the system does not take it, as on a full disk.
@@ -494,17 +625,31 @@ def write_run(folder: Path, data: Mapping[str, object]) -> None:
     stamped = {"schema_version": SCHEMA_VERSION, **{key: data[key] for key in data if key != "schema_version"}}
     path = folder / "run.json"
     temporary = folder / "run.json.tmp"
+    text = msgspec.json.format(msgspec.json.encode(stamped), indent=2) + b"\n"
     try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(stamped), indent=2) + b"\n")
+        try:
+            temporary.write_bytes(text)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if error.errno not in _NO_ROOM or reserve is None or not reserve.write(temporary, text):
+                raise
         temporary.replace(path)
     except OSError as error:
-        raise RunFailedError(f"cannot write {path}: {error.strerror}") from error
+        gone = "" if folder.is_dir() else "; the run folder was removed while the run went on"
+        raise RunFailedError(f"cannot write {path}: {error.strerror}{gone}") from error
 
 
 def config_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a run.json, with what older runs do not have and meant."""
     entry = record.get("config")
     return _CAME_LATER | entry if isinstance(entry, dict) else {}
+
+
+def incomplete_traces(record: Mapping[str, Any]) -> list[str]:
+    """Names of the files of a run whose rows were not all written, as its run.json says; runs before it none."""
+    names = record.get("incomplete_traces") if record.get("traces") == "incomplete" else None
+    return [f"{name}.csv" for name in names] if isinstance(names, list) else []
 
 
 def read_run(folder: Path) -> dict[str, Any]:

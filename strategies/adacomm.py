@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+MOST_LOSS = 1e300
+"""Larger ones may have no mean that is a float; they say nothing of the progress."""
+
+
 @dataclass
 class Interval:
     """The update interval that a worker was told last."""
@@ -97,7 +101,7 @@ class AdaComm(Strategy[Interval, TimedRound]):
     def _close(self, s: TimedRound) -> list[Reply]:
         if not s.complete():
             return []
-        loss = fmean(s.losses)
+        loss = fmean(s.losses) if max(map(abs, s.losses)) <= MOST_LOSS else math.nan
         s.losses.clear()
         s.first_loss = loss if s.first_loss is None else s.first_loss
         if s.now >= s.due_s:

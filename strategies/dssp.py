@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+LEAST_CYCLE_S, MOST_CYCLE_S = 1e-9, 1e9
+"""Cycles outside of this are no measurement and predict nothing."""
+
+
 @dataclass
 class TimedClocks(Clocks):
     """Clocks, when every worker pushed last, how long its cycle takes, and the steps it may still run ahead."""
@@ -79,7 +83,7 @@ class Dssp(Strategy[None, TimedClocks]):
         """How many further steps, from now on, make the predicted wait of this worker least; the fewest of equals."""
         slowest = min(s.clock, key=lambda rank: (s.clock[rank], rank))
         theirs, own = s.cycle_s.get(slowest, 0.0), s.cycle_s[worker]
-        if theirs <= 0:
+        if not (LEAST_CYCLE_S <= theirs <= MOST_CYCLE_S and own <= MOST_CYCLE_S):
             return 0
 
         def wait_s(r: int) -> float:

@@ -150,7 +150,8 @@ def window_weight(s: Window, msg: Received) -> tuple[float, dict[str, float]]:
     # A worker that has never pushed counts as one that contributes.
     n_eff = max(1.0, n - len(s.seen) + sum(part(rates[j], reference) * fresh[j] for j in s.seen))
     fall = improvement(s.past[0], s.losses) if s.pushes > n else 0.0
-    phi = 1 - 1 / (1 + max(0.0, fall - 1) ** 2)
+    beyond = max(0.0, fall - 1)
+    phi = 1 - 1 / (1 + beyond * beyond)  # a power would raise an error where a product becomes infinite
     share = s.weight * (1 + phi * fresh[msg.worker] * max(0.0, n / n_eff - 1))
     tau = low_median([seen.staleness for seen in s.seen.values()])
     weight = min(1.0, max(s.weight, 1.5 / (1 + tau)), share)
@@ -178,7 +179,7 @@ def improvement(then: Losses, now: Losses, without: int | None = None) -> float:
 def freshness(z: float, typical: float) -> float:
     """1 for a push that missed no more than is usual, falling with the square of what it missed beyond."""
     q = max(0.0, z - typical - 1) / (1 + typical)
-    return 1 / (1 + q**2)
+    return 1 / (1 + q * q)
 
 
 def rate(seen: Seen, now: float) -> float:

@@ -122,6 +122,15 @@ class Timed:
         self.warm_up: Callable[[], None] = self._trainer.warm_up
         self.forget: Callable[[], None] = self._trainer.forget
 
+    @property
+    def steps(self) -> int:
+        """Steps taken."""
+        return int(self._trainer.steps)
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._trainer.steps = steps
+
     def step(self) -> tuple[float, int]:
         """One local step."""
         self._begun.append(time.perf_counter())

@@ -111,7 +111,7 @@ def written_again(
             pushes=trace,
             target_accuracy=None,
         )
-        server._workers = {rank: Peer(b"", "worker", rank) for rank in range(WORKERS)}
+        server._workers = {rank: Peer(b"", "worker", rank, 1 + rank, 0.0) for rank in range(WORKERS)}
 
         names = [name for name in PushRow.__slots__ if name != "info"]
         rows = list(pushes.select(names).iter_rows())

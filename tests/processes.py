@@ -31,10 +31,10 @@ def launch(results: Path, **fields: Any) -> Outcome:
     return Launcher(RunConfig(**asked), results, None, Quiet).run()
 
 
-def sapus(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command line, run to its end."""
+def sapus(*arguments: str, cwd: Path, limits: str = "true", **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line, run to its end; `limits` are set by a shell before."""
     return subprocess.run(
-        [*SAPUS, *arguments],
+        ["sh", "-c", f'{limits} && exec "$@"', "sh", *SAPUS, *arguments],
         cwd=cwd,
         env=os.environ | environment,
         capture_output=True,
@@ -95,10 +95,16 @@ class Background:
         return record
 
 
-def start(cwd: Path, *arguments: str) -> Background:
+def start(cwd: Path, *arguments: str, **environment: str) -> Background:
     """A command line that goes on."""
     process = subprocess.Popen(
-        [*SAPUS, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*SAPUS, *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     return Background(process, cwd / "results")
 

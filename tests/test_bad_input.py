@@ -108,13 +108,42 @@ WRONG: list[tuple[str, list[str]]] = [
     ("worker --connect tcp://127.0.0.1:5555 --rank -2", ["--rank -2: must be at least 0, or -1"]),
     ("worker --connect tcp://127.0.0.1:5555 --rank one", ["--rank one: must be a whole number"]),
     ("worker --connect tcp://127.0.0.1:5555 --threads 0", ["--threads 0: must be a whole number from 1 to 1024"]),
-    ("worker", ["Missing option '--connect'", "see sapus worker --help"]),
+    ("worker", ["give --join FILE if the server has written a join file, else --connect ENDPOINT"]),
+    (
+        "worker --connect tcp://127.0.0.1:5 --join j",
+        ["--connect tcp://127.0.0.1:5 and --join j: ", "leave one of the two"],
+    ),
+    ("worker --connect tcp://[::1]:5555", ["--connect tcp://[::1]:5555: IPv6 is not supported; give an IPv4 address"]),
+    ("worker --connect tcp://*:5555", ["--connect tcp://*:5555: this machine knows no IPv4 address of *; correct it"]),
+    ("worker --join nowhere", ["join file nowhere: No such file or directory; give the file that sapus server has"]),
     ("server --bind 127.0.0.1:5555", [f"--bind 127.0.0.1:5555: {ENDPOINT_FORM}"]),
     ("server --bind tcp://127.0.0.1", [f"--bind tcp://127.0.0.1: {ENDPOINT_FORM}"]),
     ("server --bind tcp://127.0.0.1:x", [f"--bind tcp://127.0.0.1:x: {PORT_RANGE}, or * for a free one"]),
-    ("server --bind tcp://0.0.0.0:5555", ["--bind tcp://0.0.0.0:5555", "loopback only; give tcp://127.0.0.1:5555"]),
-    ("server --bind tcp://*:5555", ["--bind tcp://*:5555", "loopback only"]),
-    ("server --bind tcp://[::1]:5555", ["--bind tcp://[::1]:5555", "loopback only"]),
+    ("server --bind tcp://0.0.0.0:5555", ["--bind tcp://0.0.0.0:5555: other machines can connect; give --join-file"]),
+    ("server --bind tcp://*:5555", ["--bind tcp://*:5555: other machines can connect", "or --insecure to admit"]),
+    ("server --bind tcp://192.0.2.1:*", ["--bind tcp://192.0.2.1:*: other machines can connect"]),
+    ("server --bind tcp://[::1]:5555", ["--bind tcp://[::1]:5555: IPv6 is not supported; give an IPv4 address"]),
+    ("server --bind tcp://::1:5555", [f"--bind tcp://::1:5555: {ENDPOINT_FORM}"]),
+    (
+        "server --bind tcp://node1:55",
+        ["node1 is neither an IPv4 address nor an interface of this machine (", " lo", "tcp://0.0.0.0:55 for all"],
+    ),
+    ("server --bind tcp://1.2.3:5555", ["1.2.3 is neither an IPv4 address nor an interface of this machine"]),
+    ("server --insecure --join-file j", ["--insecure and --join-file j: leave one of the two out"]),
+    ("server --join-file /dev/null", ["--join-file /dev/null: it exists already", "remove it, or choose another name"]),
+    ("server --join-file no/j", ["--join-file no/j: there is no folder no; create it, or choose another"]),
+    ("server --join-file /dev/null/j", ["--join-file /dev/null/j: there is no folder /dev/null"]),
+    ("server --join-expires 2h", ["--join-expires 2h: there is no join file; give --join-file FILE, or leave it out"]),
+    ("server --join-file j --join-expires soon", ["--join-expires soon: must be a number with a unit (s, min, h, d)"]),
+    ("server --join-file j --join-expires 24", ["--join-expires 24: must be a number with a unit", "as in 24h"]),
+    ("server --join-file j --join-expires 0s", ["--join-expires 0s: must be from 1s to 366d"]),
+    ("server --join-file j --join-expires 367d", ["--join-expires 367d: must be from 1s to 366d"]),
+    (
+        "server --advertise tcp://a:5",
+        ["--advertise tcp://a:5: must be a host name or an IPv4 address and nothing else"],
+    ),
+    ("server --advertise ::1", ["--advertise ::1: must be a host name or an IPv4 address and nothing else"]),
+    ("server --advertise 0.0.0.0", ["--advertise 0.0.0.0: must be a host name or an IPv4 address and nothing else"]),
     # Files.
     ("show nowhere", ["no run in nowhere", "give the folder of a run, as in results/NAME"]),
     ("show .", ["no run in .", "there is no run.json", "give the folder of a run"]),
@@ -278,6 +307,13 @@ def test_a_port_that_is_occupied(warm: Path, capsys: pytest.CaptureFixture[str])
                 f"cannot listen at tcp://127.0.0.1:{port}: Address already in use (addr='tcp://127.0.0.1:{port}'); "
                 "choose another port, or leave it out"
             )
+    assert list(warm.iterdir()) == []
+
+
+def test_an_address_that_is_another_machine_s(warm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = line_of(["server", "--bind", "tcp://192.0.2.1:*", "--join-file", "j", "--workers", "1"], capsys)
+    assert text.startswith("cannot listen at tcp://192.0.2.1:*: Cannot assign requested address")
+    assert text.endswith("; give an address of this machine")
     assert list(warm.iterdir()) == []
 
 

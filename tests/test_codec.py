@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from sapus_cli.codec import (
     MAX_HEADER_BYTES,
+    Alive,
+    Beat,
+    Dropped,
     Evaluated,
     Hello,
     Leave,
@@ -37,7 +40,8 @@ if TYPE_CHECKING:
 
 PUSH = Push(seq=1, version=0, n_steps=2, n_samples=64, loss=0.5, step_s=0.1, exchange_s=0.0, info={"reason": "last"})
 FROM_CLIENT: list[codec.FromClient] = [
-    Hello(protocol=1, role="worker", rank=3),
+    Hello(protocol=1, role="worker", rank=3, incarnation=7),
+    Beat(incarnation=7),
     Pull(fingerprint="ab"),
     PUSH,
     Leave(reason="done"),
@@ -45,7 +49,9 @@ FROM_CLIENT: list[codec.FromClient] = [
     Evaluated(t_s=1.5, version=3, samples=96, loss=0.1, accuracy=0.9, final=False),
 ]
 FROM_SERVER: list[codec.FromServer] = [
-    Welcome(protocol=1, rank=0, elements=5, fingerprint="ab", config=b"{}"),
+    Welcome(protocol=1, rank=0, elements=5, fingerprint="ab", beat_s=1.0, config=b"{}"),
+    Alive(),
+    Dropped(),
     State(version=7, t_s=2.5, samples=9, held_s=0.5, hint={"h_min": 4.0}, final=True),
     Stop(flush=True),
     Refused(reason="no"),
@@ -152,7 +158,7 @@ def test_the_bytes_of_a_vector_follow_it_to_other_memory() -> None:
 
 def test_only_push_and_state_carry_a_vector_of_exactly_d_elements() -> None:
     check_payload(PUSH, 40, [40])
-    check_payload(FROM_SERVER[1], 40, [40])
+    check_payload(State(version=7, t_s=2.5), 40, [40])
     check_payload(Leave(), 40, [])
     check_payload(PUSH, 0, [])
     for sizes in ([], [36], [44], [40, 40], [40, 0]):

@@ -11,7 +11,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import sapus
 from runs import make_run
 
 from sapus_cli import analysis
@@ -20,6 +19,8 @@ from sapus_cli.cli import run_line
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from inside import Inside
 
 SERVER = [(float(t), 5 + t / 10, 1_000_000 * t, 2_000_000 * t) for t in range(21)]
 
@@ -318,13 +319,13 @@ def test_it_imports_no_torch(results: Path) -> None:
 
 
 @pytest.mark.slow
-def test_simulated_runs_are_compared(tmp_path: Path) -> None:
+def test_simulated_runs_are_compared(inside: Inside) -> None:
     common = ["--model", "mlp", "--steps", "40", "--workers", "4", "--step-time", "50ms", "--link", "10mbit,1ms", "-q"]
     for strategy in (["bsp"], ["local-sgd", "--param", "h=4"]):
         for seed in ("0", "1"):
-            done = sapus("simulate", "-s", *strategy, "--seed", seed, *common, cwd=tmp_path)
+            done = inside("simulate", "-s", *strategy, "--seed", seed, *common)
             assert done.returncode == 0, done.stderr
-    done = sapus("compare", "--format", "json", cwd=tmp_path)
+    done = inside("compare", "--format", "json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     bsp, local = sorted(document["groups"], key=lambda group: str(group["label"]))
@@ -335,6 +336,6 @@ def test_simulated_runs_are_compared(tmp_path: Path) -> None:
     # On a slow link a quarter of the pushes is faster, and loads server and link less.
     assert local["metrics"]["speedup"]["value"] > 1
     assert local["metrics"]["server_cpu_reduction_percent"]["value"] > 0
-    shown = sapus("compare", "results/*local*", "results/*bsp*", cwd=tmp_path)
+    shown = inside("compare", "results/*local*", "results/*bsp*")
     assert shown.returncode == 0, shown.stderr
     assert "n=2, no interval: " in shown.stdout

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from processes import sapus
 
 from strategies import REGISTRY
+
+if TYPE_CHECKING:
+    from inside import Inside
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,17 +24,18 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.fixture
-def half(tmp_path: Path) -> Path:
-    """A folder with the strategy of CONTRIBUTING.md."""
+def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the strategy of CONTRIBUTING.md, from which modules are imported."""
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "half.py").write_text(blocks("CONTRIBUTING.md", "python")[0])
     return tmp_path
 
 
 @pytest.mark.slow
-def test_the_strategy_in_30_lines_has_30_lines_and_trains(half: Path) -> None:
+def test_the_strategy_in_30_lines_has_30_lines_and_trains(half: Path, inside: Inside) -> None:
     lines = [line for line in (half / "half.py").read_text().splitlines() if line.strip()]
     assert len(lines) <= 30
-    done = sapus("run", "-s", "half:HalfAsync", "--param", "h=8", "-w", "3", "--epochs", "40", "--json", cwd=half)
+    done = inside("run", "-s", "half:HalfAsync", "--param", "h=8", "-w", "3", "--epochs", "40", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["accuracy"] > 0.8
 

@@ -56,8 +56,8 @@ def test_an_interrupt_before_training_leaves_nothing_behind(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("role", "name"), [("worker-1", "worker 1"), ("server", "server"), ("evaluator", "evaluator")])
-def test_a_process_that_is_killed_ends_the_run(tmp_path: Path, role: str, name: str) -> None:
-    run = start(tmp_path, *LONG)
+def test_a_process_that_is_killed_ends_a_run_that_cannot_do_without(tmp_path: Path, role: str, name: str) -> None:
+    run = start(tmp_path, *LONG, "--max-restarts", "0", "--min-workers", "3", "--worker-timeout", "0.5")
     run.wait_for_pushes()
     family = run.family()
     killed_at = time.monotonic()

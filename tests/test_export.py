@@ -21,6 +21,8 @@ from sapus_cli.cli import run_line
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from inside import Inside
+
 START_S = 1767225600.0
 """2026-01-01 in UTC, when a hand-made run begins."""
 
@@ -354,9 +356,9 @@ def test_chrome_keeps_to_the_format(run: Path, tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sapus", "ssp"])
-def test_chrome_of_simulated_runs(tmp_path: Path, strategy: str) -> None:
+def test_chrome_of_simulated_runs(tmp_path: Path, strategy: str, inside: Inside) -> None:
     options = ("--cluster", "8xgpu-1g", "--slow", "2:3x", "--model", "mlp", "--steps", "60", "-w", "3", "--name", "it")
-    made = sapus("simulate", "-s", strategy, *options, "-q", cwd=tmp_path)
+    made = inside("simulate", "-s", strategy, *options, "-q")
     assert made.returncode == 0, made.stderr
     (loaded,) = analysis.load_runs([tmp_path / "results"])
     events = export.trace_events(loaded)

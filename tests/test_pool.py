@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from inside import Inside
+
 pytestmark = pytest.mark.slow
 
 LONG = ("simulate", "--step-time", "50ms", "--model", "mlp", "--epochs", "100000", "--seeds", "3", "--jobs", "2")
@@ -101,6 +103,9 @@ def test_a_killed_child_fails_its_cell_alone(tmp_path: Path) -> None:
     Pool(1, 1).run([cell(tmp_path, steps=None, epochs=1e5), cell(tmp_path)], noted)
     assert isinstance(noted.results[0].error, RunFailedError)
     assert "was killed by SIGKILL" in str(noted.results[0].error)
+    assert noted.results[0].folder is not None
+    record = read_run(noted.results[0].folder)
+    assert (record["status"], record["failure"]) == ("failed", "the process of the run was killed by SIGKILL")
     assert noted.results[1].record is not None
 
 
@@ -117,20 +122,20 @@ def test_what_the_observer_raises_ends_the_pool(tmp_path: Path) -> None:
 # --- The command ---
 
 
-def test_several_seeds_are_what_each_of_them_is(tmp_path: Path) -> None:
+def test_several_seeds_are_what_each_of_them_is(tmp_path: Path, inside: Inside) -> None:
     line = ("simulate", "--cluster", "8xgpu-1g", "--model", "mlp", "-w", "2", "--steps", "10")
     done = sapus(*line, "--seeds", "3", "--jobs", "2", "--seed", "5", "--json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     runs = json.loads(done.stdout)
     assert [run["seed"] for run in runs] == [5, 6, 7]
-    alone = json.loads(sapus(*line, "--seed", "6", "--json", cwd=tmp_path).stdout)
+    alone = json.loads(inside(*line, "--seed", "6", "--json").stdout)
     assert runs[1]["state_sha256"] == alone["state_sha256"]
     assert read_run(tmp_path / runs[2]["run"])["config"]["seed"] == 7
 
 
-def test_the_last_lines_are_the_runs_and_their_mean(tmp_path: Path) -> None:
+def test_the_last_lines_are_the_runs_and_their_mean(tmp_path: Path, inside: Inside) -> None:
     line = ("simulate", "--cluster", "8xgpu-1g", "--model", "mlp", "-w", "2", "--steps", "10", "--seeds", "2")
-    done = sapus(*line, cwd=tmp_path)
+    done = inside(*line)
     assert done.returncode == 0
     head, *runs, mean = done.stdout.splitlines()
     assert head.split() == ["accuracy", "virtual", "time", "run", "folder"]
@@ -142,9 +147,9 @@ def test_the_last_lines_are_the_runs_and_their_mean(tmp_path: Path) -> None:
     assert "seed 1  virtual" in done.stderr
 
 
-def test_a_run_that_fails_is_reported_and_the_exit_code_is_1(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_reported_and_the_exit_code_is_1(inside: Inside) -> None:
     line = ("simulate", "-s", "asp", "--step-time", "50ms", "--lr", "1e30", "--model", "mlp", "-w", "2")
-    done = sapus(*line, "--steps", "100", "--seeds", "2", "--json", cwd=tmp_path)
+    done = inside(*line, "--steps", "100", "--seeds", "2", "--json")
     assert done.returncode == 1
     assert done.stderr.startswith("sapus: 2 of 2 runs failed\nseed 0: diverged")
     assert [run["status"] for run in json.loads(done.stdout)] == ["failed"] * 2
@@ -161,8 +166,8 @@ def test_a_run_that_fails_is_reported_and_the_exit_code_is_1(tmp_path: Path) -> 
         (("--seeds", "2", "--jobs", "2", "--dataset", "digit"), "did you mean digits"),
     ],
 )
-def test_a_wrong_call_creates_nothing(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    done = sapus("simulate", "--step-time", "50ms", "--quiet", *options, cwd=tmp_path)
+def test_a_wrong_call_creates_nothing(tmp_path: Path, options: tuple[str, ...], message: str, inside: Inside) -> None:
+    done = inside("simulate", "--step-time", "50ms", "--quiet", *options)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert message in done.stderr

@@ -326,6 +326,7 @@ def test_the_push_of_who_leaves_before_its_reply_still_counts() -> None:
 
 def test_joins_and_leaves_that_cannot_be_are_refused() -> None:
     core = started(Asp())
+    core.push(0, push(1), torch.tensor([2.0]), 1.0, 0)
     for rank in (0, 2, -1):
         with pytest.raises(RemoteProtocolError):
             core.join(rank, 0.0)

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from processes import SAPUS, launch, sapus
-from safetensors.torch import load_file
 
+from sapus_cli.checkpoint import read_state
 from sapus_cli.drivers.server import state_sha256
 from sapus_cli.traces import read_run, read_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from inside import Inside
 
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,8 @@ def test_the_main_command_reaches_95_percent(main_run: tuple[Path, dict[str, Any
 def test_the_run_folder_is_complete(main_run: tuple[Path, dict[str, Any], str]) -> None:
     folder, summary, _ = main_run
     record = read_run(folder)
+    checkpoints = sorted(path.stem for path in folder.glob("checkpoint/*.json"))
+    assert len(checkpoints) == 2, "the newest and the one before it"
     logs = {f"logs/worker-{rank}.log" for rank in range(8)} | {"logs/server.log", "logs/evaluator.log"}
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == logs | {
@@ -51,8 +55,7 @@ def test_the_run_folder_is_complete(main_run: tuple[Path, dict[str, Any], str]) 
         "pushes.csv",
         "resources.csv",
         "events.csv",
-        "checkpoint/state.safetensors",
-        "checkpoint/state.json",
+        *(f"checkpoint/{name}.{kind}" for name in checkpoints for kind in ("safetensors", "json")),
     }
     assert all((folder / log).read_text() == "" for log in logs)
     assert folder.name.endswith("Z_local-sgd_w8_s0")
@@ -62,7 +65,7 @@ def test_the_run_folder_is_complete(main_run: tuple[Path, dict[str, Any], str]) 
     assert record["clock"] == "real"
     assert record["environment"]["versions"]["torch"]
     assert record["state_sha256"] == summary["state_sha256"]
-    assert state_sha256(load_file(folder / "checkpoint" / "state.safetensors")["x"]) == record["state_sha256"]
+    assert state_sha256(read_state(folder / "checkpoint")) == record["state_sha256"]
 
 
 def test_the_traces_agree_with_each_other(main_run: tuple[Path, dict[str, Any], str]) -> None:
@@ -93,6 +96,7 @@ def test_the_traces_agree_with_each_other(main_run: tuple[Path, dict[str, Any], 
     server = resources.filter(resources["role"] == "server")
     assert server["cpu_s"].is_sorted()
     assert server["rx_bytes"].to_list()[-1] == totals["rx_bytes"]
+    events = events.filter(events["kind"] != "checkpoint")
     assert sorted(events["kind"]) == ["join"] * 8 + ["leave"] * 8
     assert set(events["detail"]) == {"", "done"}
 
@@ -142,7 +146,7 @@ def test_a_batch_larger_than_a_shard_does_not_cut_the_epochs(tmp_path: Path) -> 
     assert outcome.record["totals"]["samples"] == 3 * 1438
 
 
-def test_a_worker_that_diverges_alone_recovers(tmp_path: Path) -> None:
+def test_a_worker_that_diverges_alone_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: Inside) -> None:
     (tmp_path / "poison.py").write_text(
         "from dataclasses import dataclass\n"
         "from strategies.asp import Asp\n"
@@ -155,20 +159,9 @@ def test_a_worker_that_diverges_alone_recovers(tmp_path: Path) -> None:
         "            step.params[0] = float('nan')\n"
         "        return super().after_step(None, step)\n"
     )
-    done = sapus(
-        "run",
-        "-s",
-        "poison:Poison",
-        "-w",
-        "2",
-        "--momentum",
-        "0.9",
-        "--lr",
-        "0.01",
-        "--steps",
-        "100",
-        "--json",
-        cwd=tmp_path,
+    monkeypatch.syspath_prepend(tmp_path)
+    done = inside(
+        *["run", "-s", "poison:Poison", "-w", "2", "--momentum", "0.9", "--lr", "0.01", "--steps", "100", "--json"]
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -179,8 +172,8 @@ def test_a_worker_that_diverges_alone_recovers(tmp_path: Path) -> None:
 
 
 def test_a_budget_of_seconds_ends_the_run(tmp_path: Path) -> None:
-    outcome = launch(tmp_path, params={"h": 5}, seconds=1.5)
-    assert outcome.record["summary"]["seconds"] >= 1.5
+    outcome = launch(tmp_path, params={"h": 5}, seconds=0.7)
+    assert outcome.record["summary"]["seconds"] >= 0.7
     pushes = read_trace(outcome.folder, "pushes")
     assert pushes["n_steps"].sum() == outcome.record["totals"]["steps"]
     assert set(pushes["n_steps"][:-2]) == {5}
@@ -207,7 +200,7 @@ def test_names_of_folders_do_not_collide(tmp_path: Path) -> None:
     assert len(folders) == 2
 
 
-def test_a_terminal_gets_a_live_view_and_a_pipe_gets_lines(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_live_view_and_a_pipe_gets_lines(tmp_path: Path, inside: Inside) -> None:
     command = [*SAPUS, "run", "-s", "local-sgd", "--workers", "2", "--steps", "300", "--param", "h=2"]
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
@@ -233,5 +226,5 @@ def test_a_terminal_gets_a_live_view_and_a_pipe_gets_lines(tmp_path: Path) -> No
     assert piped.returncode == 0
     assert "\x1b" not in piped.stdout + piped.stderr
     assert "2 workers at their first step after" in piped.stderr
-    quiet = sapus("run", "--workers", "2", "--steps", "10", "--quiet", cwd=tmp_path)
+    quiet = inside("run", "--workers", "2", "--steps", "10", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")

@@ -11,8 +11,8 @@ import msgspec
 import polars as pl
 import pytest
 from processes import launch, sapus
-from safetensors.torch import load_file
 
+from sapus_cli.checkpoint import read_state
 from sapus_cli.cluster import ClusterProfile, Fault, Link, ServerCost
 from sapus_cli.config import RunConfig
 from sapus_cli.drivers.roles import setting
@@ -23,6 +23,8 @@ from strategies import REGISTRY
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from inside import Inside
 
     from sapus_cli.drivers.pool import Progress
 
@@ -81,7 +83,7 @@ def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
     profile = ClusterProfile(step_s=0.05, variation=0.3, slow={1: 2.0}, link=Link(1e8, 0.001), wire_scale=20)
     fields = {"strategy": "sapus-weighted", "workers": 4, "steps": 60, "seed": 3}
     one, other = (simulate(tmp_path, profile, **fields) for _ in range(2))
-    for name in ("pushes.csv", "evals.csv", "resources.csv", "events.csv", "checkpoint/state.json"):
+    for name in ("pushes.csv", "evals.csv", "resources.csv", "events.csv", "checkpoint/000001.json"):
         assert (one / name).read_bytes() == (other / name).read_bytes()
     drop = {"started_at", "ended_at", "environment"}
     records = [{k: v for k, v in read_run(folder).items() if k not in drop} for folder in (one, other)]
@@ -152,7 +154,7 @@ def test_what_cannot_be_simulated_creates_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, inside: Inside) -> None:
     line = ("simulate", "-s", "ssp", "--cluster", "8xgpu-1g", "--slow", "1:2x", "-w", "3", "--steps", "12", "--json")
     done = sapus(*line, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -161,9 +163,9 @@ def test_the_command(tmp_path: Path) -> None:
     profile = read_run(tmp_path / summary["run"])["cluster"]
     assert (profile["name"], profile["slow"], profile["step_s"]) == ("8xgpu-1g, changed", {"1": 2.0}, 0.05)
     assert msgspec.convert(profile, ClusterProfile, strict=False).link == Link(1.25e8, 0.1e-3)
-    shown = sapus("show", summary["run"], cwd=tmp_path)
+    shown = inside("show", summary["run"])
     assert "virtual time" in shown.stdout
-    wrong = sapus("simulate", "--link", "fast", cwd=tmp_path)
+    wrong = inside("simulate", "--link", "fast")
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1
     assert "--link rate fast" in wrong.stderr
@@ -195,7 +197,7 @@ def test_the_null_workload_in_both_drivers(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "virtual", ClusterProfile(step_s=0.05), **fields)
     assert read_run(folder)["state_sha256"] == real.record["state_sha256"]
     for where in (folder, real.folder):
-        assert load_file(where / "checkpoint/state.safetensors")["x"].tolist() == [12, 0, 0, 0, 0]
+        assert read_state(where / "checkpoint").tolist() == [12, 0, 0, 0, 0]
         assert set(read_trace(where, "evals").select("loss", "accuracy").iter_rows()) == {(1.0, 0.0)}
         assert set(read_trace(where, "pushes")["loss"]) == {1.0}
 
@@ -231,13 +233,13 @@ def test_progress_is_told_by_the_clock_of_the_real_world(tmp_path: Path) -> None
     assert told[-1].accuracy is not None
 
 
-def test_on_no_terminal_progress_is_a_line_now_and_then(tmp_path: Path) -> None:
+def test_on_no_terminal_progress_is_a_line_now_and_then(inside: Inside) -> None:
     line = ("simulate", "-s", "asp", "--cluster", "8xgpu-1g", "-w", "2", "--steps", "20")
-    lines = sapus(*line, cwd=tmp_path).stderr.splitlines()
+    lines = inside(*line).stderr.splitlines()
     assert lines
     assert all(re.fullmatch(r" +\d+\.\d s +\d+ %  virtual \d+\.\d s  accuracy \d+\.\d %", text) for text in lines)
     for option in ("--quiet", "--json"):
-        assert sapus(*line, option, cwd=tmp_path).stderr == ""
+        assert inside(*line, option).stderr == ""
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "local-sgd-async", "ssp", "sapus-weighted", "easgd", "fedbuff"])

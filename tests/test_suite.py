@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from inside import Inside
+
 BASE = """
 model = "mlp"
 steps = 6
@@ -238,8 +240,8 @@ def test_virtual_time_needs_a_step_time(tmp_path: Path) -> None:
         asked(tmp_path, 'steps = 1\nstrategies = ["asp"]\nstep_time = "1ms"\nworkers = 5000')
 
 
-def test_an_unknown_suite_lists_what_ships(tmp_path: Path) -> None:
-    done = sapus("suite", "quik", cwd=tmp_path)
+def test_an_unknown_suite_lists_what_ships(tmp_path: Path, inside: Inside) -> None:
+    done = inside("suite", "quik")
     assert done.returncode == 2
     assert "unknown suite 'quik'; did you mean quick" in done.stderr
     assert "scaling" in done.stderr
@@ -255,30 +257,30 @@ def test_an_unknown_suite_lists_what_ships(tmp_path: Path) -> None:
         (("--results", "my.toml"), "is not a directory"),
     ],
 )
-def test_a_wrong_call_creates_nothing(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+def test_a_wrong_call_creates_nothing(tmp_path: Path, options: tuple[str, ...], message: str, inside: Inside) -> None:
     make(tmp_path, f'{BASE}strategies = ["asp"]')
-    done = sapus("suite", "my.toml", *options, cwd=tmp_path)
+    done = inside("suite", "my.toml", *options)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["my.toml"]
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, inside: Inside) -> None:
     make(tmp_path, f'{BASE}strategies = ["asp"]')
     make(tmp_path / "results" / "my", "", "letters")
-    done = sapus("suite", "my.toml", cwd=tmp_path)
+    done = inside("suite", "my.toml")
     assert done.returncode == 2
     assert "is no suite's folder" in done.stderr
     assert [path.name for path in (tmp_path / "results" / "my").iterdir()] == ["letters.toml"]
 
 
-def test_a_dry_run_prints_the_grid_and_creates_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_grid_and_creates_nothing(tmp_path: Path, inside: Inside) -> None:
     make(
         tmp_path,
         f'{BASE}seeds = 3\nwire = ["float32", "float16"]\nstrategies = ["asp", {{ name = "local-sgd", h = [2, 4] }}]',
     )
-    done = sapus("suite", "my.toml", "--dry-run", "--jobs", "3", cwd=tmp_path)
+    done = inside("suite", "my.toml", "--dry-run", "--jobs", "3")
     assert done.returncode == 0, done.stderr
     head, *rows, last = done.stdout.splitlines()
     assert head.split() == ["strategy", "workers", "wire", "runs"]
@@ -394,9 +396,9 @@ def states(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_a_suite_runs_and_a_second_time_does_nothing_but_what_was_added(tmp_path: Path) -> None:
+def test_a_suite_runs_and_a_second_time_does_nothing_but_what_was_added(tmp_path: Path, inside: Inside) -> None:
     path = make(tmp_path, f'{BASE}seeds = 2\nstrategies = ["asp"]')
-    done = sapus("suite", "my.toml", "--jobs", "1", cwd=tmp_path)
+    done = inside("suite", "my.toml", "--jobs", "1")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "results" / "my"
     assert done.stdout.splitlines() == [
@@ -408,15 +410,15 @@ def test_a_suite_runs_and_a_second_time_does_nothing_but_what_was_added(tmp_path
     assert states(folder) == {"asp_w2_custom_s0": ("finished", 1), "asp_w2_custom_s1": ("finished", 1)}
     before = {name: (folder / name / "run.json").stat().st_mtime_ns for name in states(folder)}
     path.write_text(f'{BASE}seeds = 1\nstrategies = ["asp", "bsp"]')
-    done = sapus("suite", "my.toml", cwd=tmp_path)
+    done = inside("suite", "my.toml")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "2 of 2 runs finished, 1 of them before"
     assert "1 runs no longer asked for, put aside into results/my/.aside: asp_w2_custom_s1" in done.stderr
     assert (folder / "asp_w2_custom_s0" / "run.json").stat().st_mtime_ns == before["asp_w2_custom_s0"]
     assert [run.name for run in find_runs([folder])] == ["asp_w2_custom_s0", "bsp_w2_custom_s0"]
-    quiet = sapus("suite", "my.toml", "--quiet", cwd=tmp_path)
+    quiet = inside("suite", "my.toml", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
-    plan = sapus("suite", "my.toml", "--dry-run", cwd=tmp_path)
+    plan = inside("suite", "my.toml", "--dry-run")
     assert plan.stdout.endswith("; 2 are finished\n")
 
 
@@ -438,7 +440,7 @@ def under_way(tmp_path: Path) -> Iterator[Background]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_what_was_killed_goes_on_where_it_was(tmp_path: Path, number: signal.Signals) -> None:
+def test_what_was_killed_goes_on_where_it_was(tmp_path: Path, number: signal.Signals, inside: Inside) -> None:
     make(tmp_path, LONG)
     with under_way(tmp_path) as run:
         run.process.send_signal(number)
@@ -451,17 +453,17 @@ def test_what_was_killed_goes_on_where_it_was(tmp_path: Path, number: signal.Sig
         assert states(folder)["asp_w2_custom_s1"] == ("interrupted", 1)
         assert states(folder)["asp_w2_custom_s2"] == ("waiting", 0)
     make(tmp_path, LONG.replace("seeds = 4", "seeds = 2"))
-    done = sapus("suite", "my.toml", cwd=tmp_path)
+    done = inside("suite", "my.toml")
     assert done.returncode == 0, done.stderr
     assert states(folder) == {"asp_w2_custom_s0": ("finished", 1), "asp_w2_custom_s1": ("finished", 2)}
     assert (folder / "asp_w2_custom_s0" / "run.json").stat().st_mtime_ns == first
 
 
 @pytest.mark.slow
-def test_two_commands_do_not_work_in_one_folder(tmp_path: Path) -> None:
+def test_two_commands_do_not_work_in_one_folder(tmp_path: Path, inside: Inside) -> None:
     make(tmp_path, LONG)
     with under_way(tmp_path) as run:
-        done = sapus("suite", "my.toml", cwd=tmp_path)
+        done = inside("suite", "my.toml")
         assert done.returncode == 2
         assert "another sapus suite is at work in results/my" in done.stderr
         run.process.send_signal(signal.SIGTERM)
@@ -469,30 +471,30 @@ def test_two_commands_do_not_work_in_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_failed_is_reported_and_made_again_when_asked(tmp_path: Path) -> None:
+def test_what_failed_is_reported_and_made_again_when_asked(tmp_path: Path, inside: Inside) -> None:
     path = make(tmp_path, f'{BASE.replace("steps = 6", "steps = 100")}lr = [0.1, 1e30]\nstrategies = ["asp"]')
-    done = sapus("suite", "my.toml", cwd=tmp_path)
+    done = inside("suite", "my.toml")
     folder = tmp_path / "results" / "my"
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == "1 of 2 runs finished"
     report = done.stderr[done.stderr.index("sapus: ") :].splitlines()
     assert report[0] == "sapus: 1 of 2 runs failed; to make them once more: sapus suite my.toml --retry"
     assert report[1].startswith("asp_w2_custom_lr1e30_s0: diverged: no worker pushes finite numbers")
-    again = sapus("suite", "my.toml", cwd=tmp_path)
+    again = inside("suite", "my.toml")
     assert again.returncode == 1
     assert again.stderr.endswith(report[1] + "\n")
     assert states(folder)["asp_w2_custom_lr1e30_s0"] == ("failed", 1)
-    assert sapus("suite", "my.toml", "--retry", cwd=tmp_path).returncode == 1
+    assert inside("suite", "my.toml", "--retry").returncode == 1
     assert states(folder) == {"asp_w2_custom_s0": ("finished", 1), "asp_w2_custom_lr1e30_s0": ("failed", 2)}
     path.write_text(path.read_text().replace("lr = [0.1, 1e30]", "lr = 0.1"))
-    assert sapus("suite", "my.toml", cwd=tmp_path).returncode == 0
+    assert inside("suite", "my.toml").returncode == 0
 
 
 @pytest.mark.slow
-def test_the_learning_rate_is_tuned_where_compare_does_not_look(tmp_path: Path) -> None:
+def test_the_learning_rate_is_tuned_where_compare_does_not_look(tmp_path: Path, inside: Inside) -> None:
     text = """
         model = "mlp"
-        epochs = 20
+        epochs = 6
         workers = 2
         step_time = "50ms"
         eval_every = 0.5
@@ -501,7 +503,7 @@ def test_the_learning_rate_is_tuned_where_compare_does_not_look(tmp_path: Path) 
         strategies = ["bsp"]
     """
     make(tmp_path, text)
-    done = sapus("suite", "my.toml", cwd=tmp_path)
+    done = inside("suite", "my.toml")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "results" / "my"
     assert re.search(r"tuned bsp_w2_custom: lr 0\.1 \(\d+\.\d s to the target\)", done.stderr)
@@ -515,7 +517,7 @@ def test_the_learning_rate_is_tuned_where_compare_does_not_look(tmp_path: Path) 
     assert [run.name for run in find_runs([folder])] == ["bsp_w2_custom_s0"]
     assert read_run(folder / "bsp_w2_custom_s0")["config"]["target_accuracy"] is None
     shutil.rmtree(folder / "bsp_w2_custom_s0")
-    done = sapus("suite", "my.toml", cwd=tmp_path)
+    done = inside("suite", "my.toml")
     assert done.returncode == 0
     assert "3 of 3 runs are there already" in done.stderr
 

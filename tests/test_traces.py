@@ -273,28 +273,32 @@ def test_a_file_with_another_header_is_not_continued(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_full_disk_fails_the_run_and_tears_no_row_inside(tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_keeps_rows_waiting_and_tears_no_row_inside(tmp_path: Path) -> None:
     finish(
         python(
             """
             import pathlib, resource, sys
-            from sapus_cli.errors import RunFailedError
-            from sapus_cli.traces import EVENTS, Trace
-            trace = Trace(pathlib.Path(sys.argv[1]), EVENTS)
+            from sapus_cli.traces import EVENTS, RETRY_EVERY_S, Trace
+            told = []
+            trace = Trace(pathlib.Path(sys.argv[1]), EVENTS, lambda *words: told.append(words))
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
             for n in range(100):
                 trace.row((0.5, "fault", "server", n, "detail"))
-            for _ in range(2):
-                try:
-                    trace.flush()
-                except RunFailedError as error:
-                    assert "cannot write" in str(error), error
-                else:
-                    raise AssertionError("the limit did not hold")
+            trace.tick(100.0)
+            trace.flush()
+            assert told == [("incomplete", "cannot write events.csv: File too large; its rows wait in memory")], told
+            assert trace.incomplete
             assert pathlib.Path(sys.argv[1]).stat().st_size == 1000
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            trace.tick(100.0 + 0.9 * RETRY_EVERY_S)
+            assert pathlib.Path(sys.argv[1]).stat().st_size == 1000
+            trace.tick(100.0 + RETRY_EVERY_S)
+            assert pathlib.Path(sys.argv[1]).stat().st_size > 2000
+            assert told[1:] == [("complete", "events.csv is written again, no row is lost")], told
+            assert not trace.incomplete
             trace.close()
+            trace.flush()
             """,
             tmp_path / "events.csv",
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 import pytest
 import torch
-from processes import launch, sapus, start
+from processes import launch, start
 
 from sapus_cli.analysis import setting_of
 from sapus_cli.cluster import ClusterProfile
@@ -30,6 +30,8 @@ from strategies.asp import Asp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from inside import Inside
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's")
 
@@ -186,15 +188,14 @@ def test_the_path_of_a_worker_that_is_replaced_before_it_pulled_is_taken_back() 
         pushes=nothing,
         target_accuracy=None,
     )
-    hello = Hello(protocol=PROTOCOL_VERSION, role="worker", rank=0)
     paths = []
-    for identity in (b"first", b"second"):
-        server._greet(identity, hello, 10)
+    for identity, incarnation in ((b"first", 1), (b"second", 2)):
+        server._greet(identity, Hello(protocol=PROTOCOL_VERSION, role="worker", rank=0, incarnation=incarnation), 10)
         segment = server._workers[0].segment
         assert segment is not None
         paths.append(Path(segment.path))
         assert paths[-1].exists()
-        server._returning.add(0)
+        server._attendance.lose(0)
     assert [path.exists() for path in paths] == [False, True]
 
 
@@ -210,12 +211,11 @@ def test_large_vectors_give_the_same_bits_without_a_copy(tmp_path: Path, wire: s
 
 
 @pytest.mark.slow
-def test_a_wire_makes_the_same_bits_in_virtual_time(tmp_path: Path) -> None:
+def test_a_wire_makes_the_same_bits_in_virtual_time(tmp_path: Path, inside: Inside) -> None:
     real = launch(tmp_path, strategy="local-sgd", params={"h": 2}, steps=8, wire="bfloat16").record
-    done = sapus(
+    done = inside(
         *("simulate", "-s", "local-sgd", "-p", "h=2", "-w", "2", "--model", "mlp", "--steps", "8"),
         *("--wire", "bfloat16", "--step-time", "1ms", "--name", "virtual", "-q"),
-        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     virtual = read_run(tmp_path / "results" / "virtual")
@@ -260,8 +260,8 @@ def test_a_server_that_has_no_memory_to_share_refuses_in_a_line(monkeypatch: pyt
         (["--wire", "int8"], "'int8' is not one of 'float32', 'bfloat16', 'float16'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(tmp_path: Path, arguments: list[str], says: str) -> None:
-    done = sapus("run", *arguments, cwd=tmp_path)
+def test_what_cannot_be_is_refused_in_a_line(tmp_path: Path, arguments: list[str], says: str, inside: Inside) -> None:
+    done = inside("run", *arguments)
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import sapus
 
 from sapus_cli.cli import run_line
 from sapus_cli.cluster import ClusterProfile, Fault, Link, Pause, Period, ServerCost, load_profile, to_toml
@@ -18,6 +17,8 @@ from sapus_cli.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from inside import Inside
 
 
 def test_costs_solve_both_measurements() -> None:
@@ -58,45 +59,45 @@ def test_a_profile_that_is_written_is_read_back(tmp_path_factory: pytest.TempPat
         assert getattr(back, name) == getattr(profile, name)
 
 
-def test_a_profile_without_a_step_time_cannot_be_validated(tmp_path: Path) -> None:
-    done = sapus("validate", "none", cwd=tmp_path)
+def test_a_profile_without_a_step_time_cannot_be_validated(inside: Inside) -> None:
+    done = inside("validate", "none")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "give --step-time" in done.stderr
 
 
-def test_unknown_strategies_and_profiles_create_nothing(tmp_path: Path) -> None:
+def test_unknown_strategies_and_profiles_create_nothing(tmp_path: Path, inside: Inside) -> None:
     for line in ("validate 8xgpu-1g --strategies bsp,nosuch --results kept", "validate nosuch"):
-        done = sapus(*line.split(), cwd=tmp_path)
+        done = inside(*line.split())
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "nosuch" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_that_would_collide_are_refused_before_any_is_made(tmp_path: Path) -> None:
+def test_runs_that_would_collide_are_refused_before_any_is_made(tmp_path: Path, inside: Inside) -> None:
     (tmp_path / "kept" / "ssp-real").mkdir(parents=True)
     for line, text in (
         ("validate 8xgpu-1g --strategies bsp,bsp", "bsp is named twice"),
         ("validate 8xgpu-1g --strategies bsp,ssp --results kept", "has a run of ssp already"),
     ):
-        done = sapus(*line.split(), cwd=tmp_path)
+        done = inside(*line.split())
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert text in done.stderr
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["ssp-real"]
 
 
-def test_calibrate_refuses_a_file_that_is_there(tmp_path: Path) -> None:
+def test_calibrate_refuses_a_file_that_is_there(tmp_path: Path, inside: Inside) -> None:
     (tmp_path / "mine.toml").write_text("")
-    done = sapus("calibrate", "-o", "mine.toml", cwd=tmp_path)
+    done = inside("calibrate", "-o", "mine.toml")
     assert (done.returncode, done.stderr) == (2, "sapus: --output mine.toml: exists already; give another path\n")
 
 
 @pytest.mark.slow
-def test_validate_shows_both_clocks_side_by_side(tmp_path: Path) -> None:
-    line = "validate none --step-time 40ms --link 100mbit --strategies bsp,local-sgd --workers 2 --model mlp --steps 40"
-    done = sapus(*line.split(), "--results", "kept", "--json", cwd=tmp_path)
+def test_validate_shows_both_clocks_side_by_side(tmp_path: Path, inside: Inside) -> None:
+    line = "validate none --step-time 40ms --link 100mbit --strategies bsp,local-sgd --workers 2 --model mlp --steps 20"
+    done = inside(*line.split(), "--results", "kept", "--json")
     assert done.returncode == 0, done.stderr
     rows = {(row["strategy"], row["metric"]): row for row in json.loads(done.stdout)["rows"]}
-    assert rows["bsp", "pushes"]["real"] == rows["bsp", "pushes"]["virtual"] == 80
+    assert rows["bsp", "pushes"]["real"] == rows["bsp", "pushes"]["virtual"] == 40
     assert rows["bsp", "pushes"]["difference_percent"] == 0
     # The same bytes, but for the digits of a time in a header.
     assert abs(rows["bsp", "GB, both ways"]["difference_percent"]) < 0.1
@@ -109,7 +110,8 @@ def test_validate_shows_both_clocks_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_calibrate_writes_a_profile_that_simulate_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "REPETITIONS", 1)
+    for name, number in (("REPETITIONS", 1), ("SMALL_STEPS", 1000), ("LARGE_STEPS", 20)):
+        monkeypatch.setattr(calibrate, name, number)
     monkeypatch.chdir(tmp_path)
     assert run_line(["calibrate", "--cluster", "8xgpu-1g", "-o", "mine.toml"]) == 0
     mine = load_profile("mine.toml")

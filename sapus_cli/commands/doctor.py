@@ -67,7 +67,7 @@ def _port(endpoint: str) -> int:
     """
     host, port = endpoint_parts("--endpoint", endpoint)
     if host not in LOOPBACK_HOSTS:
-        raise UserError(f"--endpoint {endpoint}: the server listens on loopback only; give tcp://127.0.0.1:{port}")
+        raise UserError(f"--endpoint {endpoint}: only loopback is looked at; give tcp://127.0.0.1:{port}")
     check_port(f"--endpoint {endpoint}", port, "; leave the option out for any free one")
     return int(port)
 

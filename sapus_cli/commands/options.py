@@ -8,15 +8,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import msgspec
 import typer
 
 from sapus_cli import cluster
-from sapus_cli.config import RunConfig
+from sapus_cli.config import Recovery, RunConfig
 from sapus_cli.errors import UserError
 from sapus_cli.workloads import default_epochs, default_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
 
 class Optimizer(StrEnum):
@@ -52,6 +53,8 @@ class Transport(StrEnum):
 
 WORKLOAD, TRAINING, BUDGET = "Workload", "Training", "Budget (one of the first three)"
 CLUSTER = "Cluster (emulated, or simulated)"
+FAULTS = "Faults"
+_DEFAULT = Recovery()
 
 
 def option(*names: str, text: str, panel: str | None = None, **more: Any) -> Any:
@@ -261,21 +264,65 @@ def _cluster(
     )
 
 
+def _recovery(
+    *,
+    worker_timeout: Annotated[
+        float,
+        _real("--worker-timeout", text="Seconds without a sign of life until a worker is let go.", panel=FAULTS),
+    ] = _DEFAULT.worker_timeout_s,
+    min_workers: Annotated[
+        int, whole("--min-workers", text="Workers that must not be lost, or the run fails.", panel=FAULTS)
+    ] = _DEFAULT.min_workers,
+    max_restarts: Annotated[
+        int, whole("--max-restarts", text="How often a process that died is started again; 0: never.", panel=FAULTS)
+    ] = _DEFAULT.max_restarts,
+    checkpoint_every: Annotated[
+        float, _real("--checkpoint-every", text="Seconds between two checkpoints of the server.", panel=FAULTS)
+    ] = _DEFAULT.checkpoint_every_s,
+) -> Recovery:
+    return Recovery(
+        worker_timeout_s=worker_timeout,
+        min_workers=min_workers,
+        max_restarts=max_restarts,
+        checkpoint_every_s=checkpoint_every,
+    )
+
+
 def takes_run_options(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options of a run in front of its own; it receives them as `config`, a `RunConfig`.
 
     A parameter of the command's own that has the name of a shared one takes its place: it goes into `config`, by its
     own annotation and default, and the command itself is handed None for it.
     """
-    shared = inspect.signature(_config).parameters
+    return _takes(command, {})
+
+
+def takes_real_run_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Likewise for runs in real processes, which can die: `config.recovery` comes from options too."""
+    return _takes(command, {"recovery": _recovery})
+
+
+def _takes(command: Callable[..., int], makers: Mapping[str, Callable[..., Any]]) -> Callable[..., int]:
+    shared = dict(inspect.signature(_config).parameters)
+    for make in makers.values():
+        shared |= inspect.signature(make).parameters
     own = {name: p for name, p in inspect.signature(command).parameters.items() if name != "config"}
 
     def wrapper(**values: Any) -> int:
-        config = _config(**{name: values.pop(name) for name in shared})
+        given = {name: values.pop(name) for name in shared}
+        made = {
+            part: make(**{name: given.pop(name) for name in inspect.signature(make).parameters})
+            for part, make in makers.items()
+        }
+        config = _config(**given)
+        if made:
+            config = msgspec.structs.replace(config, **made)
         return command(config=config, **dict.fromkeys(own.keys() & shared.keys()), **values)
 
-    hints = get_type_hints(_config, include_extras=True) | get_type_hints(command, include_extras=True)
-    named = dict(shared) | own
+    hints = get_type_hints(_config, include_extras=True)
+    for function in (*makers.values(), command):
+        hints |= get_type_hints(function, include_extras=True)
+    named = shared | own
     parameters = [p.replace(annotation=hints[p.name]) for p in named.values()]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -305,6 +352,8 @@ def endpoint_parts(option: str, endpoint: str) -> tuple[str, str]:
     match = re.fullmatch(r"tcp://([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):([^\s:/]+)", endpoint)
     if match is None:
         raise UserError(f"{option} {endpoint}: must be tcp://HOST:PORT, as in tcp://127.0.0.1:5555")
+    if match[1].startswith("["):
+        raise UserError(f"{option} {endpoint}: IPv6 is not supported; give an IPv4 address, as in tcp://127.0.0.1:5555")
     return match[1], match[2]
 
 
@@ -316,3 +365,18 @@ def check_port(given: str, port: str, alternative: str = "") -> None:
     """
     if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):  # noqa: PLR2004 - the range of TCP ports
         raise UserError(f"{given}: the port must be a whole number from 1 to 65535{alternative}")
+
+
+_FIELDS = {"param": "params", "eval_every": "eval_every_s"}
+_FIELDS |= dict.fromkeys(("worker_timeout", "min_workers", "max_restarts", "checkpoint_every"), "recovery")
+_FIELDS |= dict.fromkeys(("profile", "step_time", "link", "slow", "pause", "fault", "wire_scale"), "cluster")
+
+
+def given_options(context: typer.Context) -> Iterator[tuple[str, str | None]]:
+    """The options of a call that were typed: name, and the field of `RunConfig` that they set, if they do."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            field = _FIELDS.get(name, name)
+            yield parameter.opts[0], field if field in RunConfig.__struct_fields__ else None

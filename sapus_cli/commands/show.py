@@ -45,6 +45,7 @@ def command(
 
 def _headline(console: Console, run: Path, record: dict[str, Any]) -> None:
     from sapus_cli.commands.view import summary_table  # noqa: PLC0415
+    from sapus_cli.traces import incomplete_traces  # noqa: PLC0415
 
     config = record["config"]
     params = " ".join(f"{key}={value}" for key, value in record["strategy"]["hyper_parameters"].items())
@@ -61,6 +62,8 @@ def _headline(console: Console, run: Path, record: dict[str, Any]) -> None:
         console.print(f"virtual time on the cluster profile {record['cluster']['name']}", highlight=False)
     if record.get("failure"):
         console.print(f"[red]{record['failure']}[/red]", highlight=False)
+    if lacking := incomplete_traces(record):
+        console.print(f"[yellow]rows are missing, the disk did not take them: {', '.join(lacking)}[/yellow]")
     console.print(summary_table(record))
 
 

@@ -261,7 +261,7 @@ def _took_s(folder: Path, cell: Cell) -> float:
 
     record = read_run(folder / cell.name)
     begin, end = (dt.datetime.fromisoformat(record[key]) for key in ("started_at", "ended_at"))
-    return (end - begin).total_seconds()
+    return max(0.0, (end - begin).total_seconds())  # the clock may have been set back meanwhile
 
 
 def _duration(seconds: float) -> str:

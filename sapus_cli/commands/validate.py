@@ -13,6 +13,7 @@ import typer
 from sapus_cli.commands.options import AsJson, takes_run_options
 from sapus_cli.config import RunConfig  # noqa: TC001 - typer reads the annotations
 from sapus_cli.errors import UserError
+from sapus_cli.traces import incomplete_traces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +78,9 @@ def command(
         say_json({"target": target, "rows": rows})
     else:
         _print(config, rows)
+    for run in (run for pair in pairs for run in pair):
+        if lacking := incomplete_traces(run.record):
+            typer.echo(f"sapus: {run.name}: the disk did not take all rows of {', '.join(lacking)}", err=True)
     return 0
 
 

@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from sapus_cli.traces import incomplete_traces
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -144,7 +146,8 @@ class _Figures(Quiet):
         first, last = self._window[0], self._window[-1]
         if last.t_s <= first.t_s:
             return 0.0
-        return float((getattr(last, what) - getattr(first, what)) / (last.t_s - first.t_s))
+        # A server that went on from a checkpoint has had less than the one before it.
+        return max(0.0, float((getattr(last, what) - getattr(first, what)) / (last.t_s - first.t_s)))
 
 
 class PlainView(_Figures):
@@ -170,8 +173,21 @@ class PlainView(_Figures):
 
     def happened(self, event: Happened) -> None:
         """Say what is out of the ordinary."""
-        if event.event not in {"join", "leave"}:
-            _say(f"{event.t_s:7.1f} s {event.event}: {event.role} {event.rank} {event.detail}")
+        if not _is_ordinary(event):
+            _say(_line(event))
+
+
+def _is_ordinary(event: Happened) -> bool:
+    """Whether an event is one of every run that nothing happens to."""
+    return (
+        (event.event == "join" and not event.detail)
+        or (event.event == "leave")
+        or (event.event == "checkpoint" and event.detail.startswith("version"))
+    )
+
+
+def _line(event: Happened) -> str:
+    return f"{event.t_s:7.1f} s {event.event}: {event.role} {event.rank} {event.detail}"
 
 
 class ByHandView(PlainView):
@@ -179,11 +195,11 @@ class ByHandView(PlainView):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        _say(f"waiting for {plan.config.workers} workers: sapus worker --connect {plan.endpoint}")
+        _say(f"waiting for {plan.config.workers} workers: {plan.join}")
 
     def happened(self, event: Happened) -> None:
         """Say everything."""
-        _say(f"{event.t_s:7.1f} s {event.event}: {event.role} {event.rank} {event.detail}")
+        _say(_line(event))
 
 
 class LiveView(_Figures):
@@ -219,6 +235,11 @@ class LiveView(_Figures):
             self._next_draw_s = now + 0.2
             self._bar.update(self._task, completed=self.fraction)
             self._live.update(self._draw())
+
+    def happened(self, event: Happened) -> None:
+        """Put what is out of the ordinary above the bar, where it stays."""
+        if not _is_ordinary(event):
+            self._console.print(_line(event), highlight=False, markup=False)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -273,6 +294,8 @@ def print_outcome(outcome: Outcome) -> None:
     """The summary of a finished run, where it lies, and what to type next."""
     console = Console()
     console.print(summary_table(outcome.record))
+    if lacking := incomplete_traces(outcome.record):
+        console.print(f"[yellow]rows are missing, the disk did not take them: {', '.join(lacking)}[/yellow]")
     console.print(f"Run folder: [bold]{outcome.folder}[/bold]", highlight=False, soft_wrap=True)
     console.print(f"Next: [bold]sapus show {shlex.quote(str(outcome.folder))}[/bold]", highlight=False, soft_wrap=True)
 
@@ -296,6 +319,7 @@ def facts(outcome: Outcome) -> dict[str, Any]:
         "clock": record["clock"],
         "startup_s": record.get("startup_s"),
         "state_sha256": record["state_sha256"],
+        "traces": record["traces"],
         **record["summary"],
     }
 

@@ -15,8 +15,12 @@ from sapus_cli.errors import RemoteProtocolError, RunFailedError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from sapus_cli.join import ClientKeys
 
-def join(endpoint: str, rank: int, data_dir: Path | None, threads: int) -> tuple[str, int]:
+
+def join(
+    endpoint: str, rank: int, data_dir: Path | None, threads: int, keys: ClientKeys | None = None
+) -> tuple[str, int]:
     """Train for the server at an endpoint until its run ends.
 
     Args:
@@ -24,6 +28,7 @@ def join(endpoint: str, rank: int, data_dir: Path | None, threads: int) -> tuple
         rank: rank to ask for; -1 takes what is free.
         data_dir: folder of the torchvision data sets on this machine, or None.
         threads: torch threads of this process.
+        keys: those of the server's join file; None for a server that has none.
 
     Returns:
         Why it ended, and the rank that it had.
@@ -33,8 +38,9 @@ def join(endpoint: str, rank: int, data_dir: Path | None, threads: int) -> tuple
         UserError: the data cannot be had here.
     """
     process.settle(threads)
+    process.load_torch()
     try:
-        client = Client(endpoint, "worker", rank)
+        client = Client(endpoint, "worker", rank, keys)
         config = msgspec.json.decode(client.welcome.config, type=RunConfig)
         config = msgspec.structs.replace(config, data_dir=str(data_dir) if data_dir else None, threads=threads)
         strategy = registry.build(config.strategy, config.params)

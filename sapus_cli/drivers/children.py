@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from sapus_cli.config import RunConfig
-    from sapus_cli.drivers.control import Prepared
+    from sapus_cli.drivers.control import Prepared, Restart
+    from sapus_cli.drivers.security import ServerKeys
+    from sapus_cli.join import ClientKeys
     from sapus_cli.strategy import AnyStrategy
 
 
@@ -22,11 +24,19 @@ def prepare(pipe: Connection, config: RunConfig) -> None:
     roles.prepare(pipe, config)
 
 
-def serve(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Prepared, endpoint: str) -> None:
-    """Be the server of a run."""
+def serve(
+    pipe: Connection,
+    config: RunConfig,
+    strategy: AnyStrategy,
+    ready: Prepared,
+    endpoint: str,
+    keys: ServerKeys | None = None,
+    restart: Restart | None = None,
+) -> None:
+    """Be the server of a run, or the one that takes its place."""
     from sapus_cli.drivers import roles  # noqa: PLC0415
 
-    roles.serve(pipe, config, strategy, ready, endpoint)
+    roles.serve(pipe, config, strategy, ready, endpoint, keys, restart)
 
 
 def work(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Prepared, rank: int) -> None:
@@ -36,8 +46,8 @@ def work(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Prep
     roles.work(pipe, config, strategy, ready, rank)
 
 
-def evaluate(pipe: Connection, config: RunConfig, ready: Prepared) -> None:
+def evaluate(pipe: Connection, config: RunConfig, ready: Prepared, keys: ClientKeys | None = None) -> None:
     """Be the evaluator of a run."""
     from sapus_cli.drivers import roles  # noqa: PLC0415
 
-    roles.evaluate(pipe, config, ready)
+    roles.evaluate(pipe, config, ready, keys)

@@ -34,9 +34,10 @@ class Prepared(_Control, frozen=True, tag="prepared"):
 
 
 class Bound(_Control, frozen=True, tag="bound"):
-    """The server listens at this endpoint."""
+    """The server listens at this endpoint. `checkpoint_s` is the t_s of the checkpoint from which it goes on."""
 
     endpoint: str
+    checkpoint_s: float = 0.0
 
 
 class Begin(_Control, frozen=True, tag="begin"):
@@ -115,9 +116,14 @@ class WorkerTotals(Struct, frozen=True):
 
 
 class Gone(_Control, frozen=True, tag="gone"):
-    """To the server: a worker is dead."""
+    """To the server: a worker or the evaluator is dead, or will not be started again after all.
 
+    `returns`: it will be, and is to be waited for.
+    """
+
+    role: str
     rank: int
+    returns: bool = False
 
 
 class Ended(_Control, frozen=True, tag="ended"):
@@ -144,6 +150,19 @@ class Ended(_Control, frozen=True, tag="ended"):
     reached_s: float | None
     overruns: int = 0
     workers: list[WorkerTotals] = msgspec.field(default_factory=list)
+
+
+class Restart(Struct, frozen=True):
+    """To a server that takes the place of another: go on from the newest good checkpoint in the run folder `folder`.
+
+    `released_s` is the run's start on the machine's monotonic clock, and `status` the last word of a server that has
+    died. Both are None where a whole run is resumed: then its time goes on from the checkpoint once all workers are
+    there.
+    """
+
+    folder: str
+    released_s: float | None = None
+    status: Status | None = None
 
 
 class Failed(_Control, frozen=True, tag="failed"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from sapus_cli.codec import Evaluated, Snapshot, State, Stop
-from sapus_cli.errors import RemoteProtocolError
+from sapus_cli.errors import DroppedError, RemoteProtocolError
 
 if TYPE_CHECKING:
     from sapus_cli.drivers.client import Client
@@ -37,7 +38,11 @@ def run(client: Client, tests: Tests, trace: Trace, *, every_s: float, n_train: 
     final = False
     while not final:
         asked = time.monotonic()
-        state = _snapshot(client, vector)
+        try:
+            state = _snapshot(client, vector)
+        except DroppedError:
+            client.renew()
+            continue
         if state is None:
             return
         final = state.final
@@ -57,9 +62,10 @@ def run(client: Client, tests: Tests, trace: Trace, *, every_s: float, n_train: 
         pause_s = every_s - (time.monotonic() - asked)
         if not final and pause_s > 0:
             # The only thing that can come meanwhile is the end of training, which ends the pause.
-            stop = client.receive(None, int(1000 * pause_s))
-            if isinstance(stop, Stop) and not stop.flush:
-                return
+            with suppress(DroppedError):  # that is noticed again when it asks for the next snapshot
+                stop = client.receive(None, int(1000 * pause_s))
+                if isinstance(stop, Stop) and not stop.flush:
+                    return
 
 
 def _snapshot(client: Client, vector: Vec) -> State | None:

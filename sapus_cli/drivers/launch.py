@@ -6,16 +6,19 @@ import. A child that loses its pipe to the launcher ends itself: no process outl
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections import Counter
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 
@@ -33,13 +36,14 @@ from sapus_cli.drivers.control import (
     Measured,
     Prepared,
     Released,
+    Restart,
     Status,
     Unusable,
     hear,
     tell,
 )
 from sapus_cli.drivers.gpu import Gpus, Load
-from sapus_cli.drivers.record import close_record, first_record
+from sapus_cli.drivers.record import close_record, first_record, resumed_record
 from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
 from sapus_cli.workloads import check_names, check_partition
 
@@ -50,14 +54,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sapus_cli.config import RunConfig, Transport
-    from sapus_cli.strategy import AnyStrategy
+    from sapus_cli.drivers.security import Security
 
 POLL_S = 0.1
 SAMPLE_EVERY_S = 0.5
 HALT_S = 5.0
 END_S = 5.0
 TERMINATE_S = 1.0
+FIRST_PAUSE_S = 0.5
+"""Before a process is started again the first time; twice as long before each further time."""
+DOUBLINGS = 3
+"""So often at most."""
 LOG_LINES = 5
+TRACE_OF = {"server": "pushes", "evaluator": "evals"}
+"""The traces that a child process writes."""
 
 
 class Observer(Protocol):
@@ -83,12 +93,14 @@ class Observer(Protocol):
 class Plan:
     """What the observer can know before the start.
 
-    `endpoint` is where the server listens; `steps_per_worker` is None if the budget is in seconds.
+    `endpoint` is where the server listens, `join` what starts a worker by hand; `steps_per_worker` is None if the
+    budget is in seconds.
     """
 
     config: RunConfig
     folder: Path
     endpoint: str
+    join: str
     n_train: int
     elements: int
     steps_per_worker: int | None
@@ -137,6 +149,9 @@ class Launcher:
         observe: makes whoever is told how it goes, once the plan is known.
         endpoint: where the server listens; None: anywhere on this machine, as the transport has it.
         own_workers: start the workers here; otherwise wait for them to connect.
+        security: keys without which nobody connects; None: anybody may.
+        resume: folder of a run that is to go on from its newest checkpoint; `results` and `name` are not used then.
+        invite: told where the server listens, before anything is written; returns what starts a worker by hand.
     """
 
     def __init__(
@@ -148,6 +163,9 @@ class Launcher:
         *,
         endpoint: str | None = None,
         own_workers: bool = True,
+        security: Security | None = None,
+        resume: Path | None = None,
+        invite: Callable[[str], str] | None = None,
     ) -> None:
         self._config = config
         self._results = results
@@ -155,6 +173,9 @@ class Launcher:
         self._observe = observe
         self._endpoint = endpoint or loopback(config.transport)
         self._own_workers = own_workers
+        self._security = security
+        self._invite = invite or "sapus worker --connect {}".format
+        self._resume = resume
         self._called_s = process.created_s()
         self._released_s: float | None = None
         self._startup_s = 0.0
@@ -165,7 +186,13 @@ class Launcher:
         self._halt_by: float | None = None
         self._next_sample_s = 0.0
         self._gpus = Gpus()
+        self._incomplete: set[tuple[str, int]] = set()
         self._killed: set[int] = set()
+        self._deaths: Counter[tuple[str, int]] = Counter()
+        self._due: list[tuple[float, str, int]] = []
+        self._last_failure = ""
+        self._last_status: Status | None = None
+        self._ended_s = math.inf
 
     def run(self) -> Outcome:
         """Run to the end.
@@ -180,38 +207,41 @@ class Launcher:
         if self._config.cluster.faults and not self._own_workers:
             raise UserError("--fault: workers that are started by hand cannot be killed from here; use sapus run")
         strategy = registry.build(self._config.strategy, self._config.params)
-        traces.check_results(self._results)
-        context = fork_server(self._config.threads)
-        with process.signals_noted(self._signals):
-            try:
-                return self._run(context, strategy)
-            finally:
-                self._end_children()
+        if self._resume is None:
+            traces.check_results(self._results)
+        process.check_files(self._config.workers)
+        self._strategy = strategy
+        self._context = fork_server(self._config.threads)
+        with process.signals_noted(self._signals), ExitStack() as self._stack:
+            if self._resume is not None:
+                self._stack.enter_context(traces.held(self._resume))
+            self._stack.callback(self._end_children)
+            return self._run()
 
-    def _run(self, context: ForkServerContext, strategy: AnyStrategy) -> Outcome:
-        ready = self._prepare(context)
-        bound = self._start_children(context, strategy, ready)
-        self._record = first_record(self._config, strategy, ready, "real") | {"transport": {"endpoint": bound}}
-        self._folder = traces.create_run_folder(
-            self._results, self._name, self._config.strategy, self._config.workers, self._config.seed
+    def _run(self) -> Outcome:
+        self._ready = self._prepare()
+        if self._resume is not None:
+            self._check_data(traces.read_run(self._resume))
+        bound = self._start_all()
+        self._bound = bound.endpoint
+        join = self._invite(self._bound)
+        self._open_folder(bound)
+        config, ready = self._config, self._ready
+        steps = config.steps_per_worker(ready.n_train)
+        self._observer = self._observe(
+            Plan(config, self._folder, self._bound, join, ready.n_train, ready.elements, steps)
         )
-        traces.write_run(self._folder, self._record)
-        steps = self._config.steps_per_worker(ready.n_train)
-        self._observer = self._observe(Plan(self._config, self._folder, bound, ready.n_train, ready.elements, steps))
-        self._faults = sorted(self._config.cluster.faults, key=lambda fault: fault.at_s)
-
-        def restart(rank: int) -> None:
-            child = self._start(context, "worker", rank, children.work, self._config, strategy, ready, rank)
-            child.restarted = True
-            self._tell(child, Begin(str(self._folder), bound))
-
-        self._restart = restart
+        self._faults = sorted(
+            (fault for fault in config.cluster.faults if fault.at_s >= bound.checkpoint_s), key=lambda fault: fault.at_s
+        )
         with (
-            traces.Trace(self._folder / "resources.csv", traces.RESOURCES) as self._resources,
-            traces.Trace(self._folder / "events.csv", traces.EVENTS) as self._events,
+            self._trace("resources") as self._resources,
+            self._trace("events") as self._events,
         ):
+            if self._resume is not None:
+                self._note_event(Happened(bound.checkpoint_s, "resume", "launcher", 0, "from the checkpoint"))
             for child in self._children:
-                self._tell(child, Begin(str(self._folder), bound))
+                self._tell(child, Begin(str(self._folder), self._bound))
             try:
                 self._watch()
             except BaseException as error:
@@ -223,29 +253,78 @@ class Launcher:
         self._close_record("finished", None)
         return Outcome(self._folder, self._record)
 
-    def _prepare(self, context: ForkServerContext) -> Prepared:
-        child = self._start(context, "data", 0, children.prepare, self._config)
+    def _trace(self, name: Literal["resources", "events"]) -> traces.Trace:
+        warn = partial(self._note_trace, name, os.getpid(), "launcher")
+        return traces.Trace(self._folder / f"{name}.csv", traces.TRACES[name], warn)
+
+    def _open_folder(self, bound: Bound) -> None:
+        """Make the run folder, or cut what stands in the one that is resumed back to its checkpoint."""
+        record = first_record(self._config, self._strategy, self._ready, "real")
+        record["transport"] = {"endpoint": self._bound, "curve": self._security is not None}
+        record["own_workers"] = self._own_workers
+        if self._resume is None:
+            self._record = record
+            self._folder = traces.create_run_folder(
+                self._results, self._name, self._config.strategy, self._config.workers, self._config.seed
+            )
+            self._stack.enter_context(traces.held(self._folder))
+        else:
+            self._folder = self._resume
+            self._record = resumed_record(traces.read_run(self._folder), record, bound.checkpoint_s)
+            for name in ("evals", "resources", "events"):
+                traces.cut_after(self._folder / f"{name}.csv", bound.checkpoint_s)
+            evals = traces.read_trace(self._folder, "evals").drop("epoch")
+            self._evals = [Measured(**row) for row in evals.iter_rows(named=True)]
+        try:
+            traces.write_run(self._folder, self._record)
+        except RunFailedError:
+            if self._resume is None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._reserve = traces.Reserve(self._folder)
+        self._stack.callback(self._reserve.close)
+
+    def _check_data(self, record: dict[str, Any]) -> None:
+        before = (record.get("data") or {}).get("sha256")
+        if before != self._ready.data_sha256:
+            raise UserError(
+                f"{self._resume}: the data set {self._config.dataset} is not what it was when this run began "
+                f"(SHA-256 {self._ready.data_sha256}, was {before}); start a new run"
+            )
+
+    def _prepare(self) -> Prepared:
+        child = self._start("data", 0, children.prepare, self._config)
         line = self._first_line(child)
         if not isinstance(line, Prepared):
             raise RunFailedError(f"the data process said {line!r}")
         return line
 
-    def _start_children(self, context: ForkServerContext, strategy: AnyStrategy, ready: Prepared) -> str:
-        server = self._start(context, "server", 0, children.serve, self._config, strategy, ready, self._endpoint)
+    def _start_all(self) -> Bound:
+        server = self._start_server(None if self._resume is None else Restart(str(self._resume)))
         if self._own_workers:
             for rank in range(self._config.workers):
-                self._start(context, "worker", rank, children.work, self._config, strategy, ready, rank)
-        self._start(context, "evaluator", 0, children.evaluate, self._config, ready)
+                self._start_worker(rank)
+        self._start_evaluator()
         line = self._first_line(server)
         if not isinstance(line, Bound):
             raise RunFailedError(f"the server said {line!r}")
-        return line.endpoint
+        return line
 
-    def _start(
-        self, context: ForkServerContext, role: str, rank: int, main: Callable[..., None], *args: object
-    ) -> _Child:
-        ours, theirs = context.Pipe()
-        started = context.Process(target=main, args=(theirs, *args), name=f"sapus-{role}-{rank}", daemon=True)
+    def _start_server(self, restart: Restart | None) -> _Child:
+        keys = self._security and self._security.server
+        asked = (self._config, self._strategy, self._ready, self._endpoint, keys, restart)
+        return self._start("server", 0, children.serve, *asked)
+
+    def _start_worker(self, rank: int) -> _Child:
+        return self._start("worker", rank, children.work, self._config, self._strategy, self._ready, rank)
+
+    def _start_evaluator(self) -> _Child:
+        keys = self._security and self._security.evaluator
+        return self._start("evaluator", 0, children.evaluate, self._config, self._ready, keys)
+
+    def _start(self, role: str, rank: int, main: Callable[..., None], *args: object) -> _Child:
+        ours, theirs = self._context.Pipe()
+        started = self._context.Process(target=main, args=(theirs, *args), name=f"sapus-{role}-{rank}", daemon=True)
         started.start()
         theirs.close()
         child = _Child(role, rank, started, ours)
@@ -288,12 +367,12 @@ class Launcher:
                 if child := pipes.get(ready):  # type: ignore[call-overload]
                     self._listen(child)
             self._look_for_signals()
-            dead = [child for child in self._children if child.process.exitcode not in {None, 0}]
-            if dead and self._halt_by is None:
-                self._fail(min(dead, key=lambda child: child.role != "server"))
-            if self._ended is not None and not any(child.process.is_alive() for child in self._children):
+            self._look_for_dead()
+            alive = any(child.process.is_alive() for child in self._children)
+            if self._ended is not None and (not alive or time.monotonic() > self._ended_s + END_S):
                 self._note_missed_faults()
                 return
+            self._start_again()
             self._cause_faults()
             self._sample()
 
@@ -306,10 +385,12 @@ class Launcher:
         match line:
             case Released():
                 self._released_s = line.monotonic_s
-                self._startup_s = line.monotonic_s - self._called_s
+                self._startup_s = time.monotonic() - self._called_s
                 self._observer.released(self._startup_s)
             case Status():
                 self._note_status(child, line)
+            case Happened(event="incomplete" | "complete"):
+                self._note_trace(TRACE_OF[line.role], child.process.pid or 0, line.role, line.event, line.detail)
             case Happened():
                 self._note_event(line)
             case Measured():
@@ -317,9 +398,12 @@ class Launcher:
                 self._observer.measured(line)
             case Ended():
                 self._ended = line
+                self._ended_s = time.monotonic()
                 self._end_late_comers()
-            case Failed():
-                raise RunFailedError(line.reason)
+            case Bound():
+                self._tell(child, Begin(str(self._folder), self._bound))
+            case Failed() | Unusable():
+                raise RunFailedError(f"{line.reason}\n{self._last_failure}".strip())
             case _:
                 raise RunFailedError(f"the {child.name} said {line!r}")
 
@@ -338,19 +422,83 @@ class Launcher:
         if self._halt_by is None:
             self._halt_by = now + HALT_S
             self._note_event(Happened(self._now(), "signal", "launcher", 0, self._signals[0]))
-            for child in self._children:
-                if child.role == "server":
-                    self._tell(child, Halt())
-        server_gone = any(child.role == "server" and child.silent for child in self._children)
+            self._tell_server(Halt())
+        server_gone = not any(child.role == "server" and not child.silent for child in self._children)
         if self._ended is not None or server_gone or now > self._halt_by or len(self._signals) > 1:
             raise InterruptedRunError(f"interrupted by {self._signals[0]}")
 
-    def _fail(self, child: _Child) -> None:
-        how = _how(child.process.exitcode)
-        self._note_event(Happened(self._now(), "crash", child.role, child.rank, how))
-        raise RunFailedError(
-            f"the {child.name} process {how}\n{_last_lines(self._folder / 'logs' / child.log)}".strip()
-        )
+    def _look_for_dead(self) -> None:
+        """Let the run go on without those that have died, and see to it that they are started again.
+
+        Raises:
+            RunFailedError: it cannot go on.
+        """
+        dead = [child for child in self._children if child.process.exitcode not in {None, 0}]
+        if self._halt_by is not None or self._ended is not None:
+            return
+        for child in sorted(dead, key=lambda child: child.role != "server"):
+            how = _how(child.process.exitcode)
+            failure = f"the {child.name} process {how}\n{_last_lines(self._folder / 'logs' / child.log)}".strip()
+            self._last_failure = failure
+            self._note_event(Happened(self._now(), "crash", child.role, child.rank, how))
+            self._put_down(child)
+            again = self._may_start_again(child)
+            if not again and (child.role != "worker" or self._released_s is None or self._is_hopeless(child)):
+                raise RunFailedError(failure)
+            if again:
+                key = (child.role, child.rank)
+                self._due.append((time.monotonic() + pause_s(self._deaths[key]), *key))
+                self._deaths[key] += 1
+            self._tell_server(Gone(child.role, child.rank, returns=again))
+
+    def _may_start_again(self, child: _Child) -> bool:
+        """A server that ends by an error of its own would come to it again: it is started again only if it was killed.
+
+        Before the first step it is not a fault of the moment either, and when no worker has got as far as a push.
+        """
+        if self._released_s is None or self._deaths[child.role, child.rank] >= self._config.recovery.max_restarts:
+            return False
+        return (child.process.exitcode or 0) < 0 or (child.role != "server" and not self._is_hopeless(child))
+
+    def _is_hopeless(self, dead: _Child) -> bool:
+        """Whether all workers have ended by errors of their own before anything came of them."""
+        status = self._last_status
+        pushed = status is not None and any(worker.pushes for worker in status.workers)
+        living = any(child.role == "worker" and child.process.is_alive() for child in self._children)
+        return (dead.process.exitcode or 0) > 0 and not pushed and not living
+
+    def _start_again(self) -> None:
+        """Start what has died and waited long enough; with a server also the workers that had ended before."""
+        now = time.monotonic()
+        due = [entry for entry in self._due if entry[0] <= now]
+        self._due = [entry for entry in self._due if entry[0] > now]
+        for _, role, rank in due:
+            self._note_event(Happened(self._now(), "restart", role, rank, f"number {self._deaths[role, rank]}"))
+            if role == "worker":
+                self._restart_worker(rank)
+            elif role == "evaluator":
+                self._tell(self._start_evaluator(), Begin(str(self._folder), self._bound))
+            else:
+                self._restart_server()
+
+    def _restart_worker(self, rank: int) -> None:
+        child = self._start_worker(rank)
+        child.restarted = True
+        self._tell(child, Begin(str(self._folder), self._bound))
+
+    def _restart_server(self) -> None:
+        self._endpoint = self._bound
+        self._start_server(Restart(str(self._folder), self._released_s, self._last_status))
+        if not self._own_workers:
+            return
+        pending = {rank for _, role, rank in self._due if role == "worker"} | self._killed
+        for rank in range(self._config.workers):
+            child = next((c for c in self._children if c.role == "worker" and c.rank == rank), None)
+            if child is not None and not child.process.is_alive():
+                self._put_down(child)
+                child = None
+            if child is None and rank not in pending:
+                self._restart_worker(rank)
 
     def _cause_faults(self) -> None:
         """Kill and restart workers as the profile says."""
@@ -364,19 +512,24 @@ class Launcher:
             elif fault.worker in self._killed:
                 self._killed.discard(fault.worker)
                 self._note_event(Happened(self._now(), "restart", "worker", fault.worker, "by the profile"))
-                self._restart(fault.worker)
+                self._restart_worker(fault.worker)
 
     def _kill(self, rank: int) -> None:
-        (child,) = [child for child in self._children if child.role == "worker" and child.rank == rank]
-        if child.process.exitcode == 0:
-            self._note_event(Happened(self._now(), "fault", "worker", rank, "was to be killed, but was done already"))
+        child = next((c for c in self._children if c.role == "worker" and c.rank == rank), None)
+        if child is None or child.process.exitcode is not None:
+            detail = "was to be killed, but was done already" if child else "was to be killed, but was dead already"
+            self._note_event(Happened(self._now(), "fault", "worker", rank, detail))
             return
         self._put_down(child)
         self._killed.add(rank)
         self._note_event(Happened(self._now(), "fault", "worker", rank, "killed by the profile"))
-        for other in self._children:
-            if other.role == "server":
-                self._tell(other, Gone(rank))
+        returns = any(fault.kind == "restart" and fault.worker == rank for fault in self._faults)
+        self._tell_server(Gone("worker", rank, returns=returns))
+
+    def _tell_server(self, line: Line) -> None:
+        for child in self._children:
+            if child.role == "server":
+                self._tell(child, line)
 
     def _end_late_comers(self) -> None:
         """End the workers that were started again and found nothing left to do."""
@@ -401,7 +554,16 @@ class Launcher:
         self._events.row((event.t_s, event.event, event.role, event.rank, event.detail))
         self._observer.happened(event)
 
+    def _note_trace(self, name: str, pid: int, role: str, kind: str, detail: str) -> None:
+        """The system does not take the rows of a trace, or takes them again. Those of a dead process are lost."""
+        if kind == "incomplete":
+            self._incomplete.add((name, pid))
+        else:
+            self._incomplete.discard((name, pid))
+        self._note_event(Happened(self._now(), kind, role, 0, detail))
+
     def _note_status(self, child: _Child, status: Status) -> None:
+        self._last_status = status
         percent = self._cpu_percent(child, status.t_s, status.cpu_s)
         self._resources.row(
             (
@@ -471,8 +633,15 @@ class Launcher:
         self._record["startup_s"] = self._startup_s
         if failure:
             self._record["failure"] = failure
-        close_record(self._record, status, self._ended, self._evals)
-        traces.write_run(self._folder, self._record)
+        self._resources.flush()
+        self._events.flush()
+        close_record(self._record, status, self._ended, self._evals, {name for name, _ in self._incomplete})
+        traces.write_run(self._folder, self._record, self._reserve)
+
+
+def pause_s(restarts: int) -> float:
+    """Seconds to wait before a process is started again that has been so many times before."""
+    return FIRST_PAUSE_S * 2.0 ** min(restarts, DOUBLINGS)
 
 
 def loopback(transport: Transport) -> str:
@@ -491,10 +660,7 @@ def loopback(transport: Transport) -> str:
 def fork_server(threads: int) -> ForkServerContext:
     """The context that children are started from. Its server begins to import torch now, while the launcher goes on."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sapus_cli.drivers.preload", "sapus_cli.cli"])
-    forkserver.ensure_running()
-    return context
+    return process.fork_server(["sapus_cli.drivers.preload", "sapus_cli.cli"])
 
 
 def _how(exitcode: int | None) -> str:

@@ -12,17 +12,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sapus_cli.drivers import process
 from sapus_cli.drivers.launch import fork_server
+from sapus_cli.drivers.record import close_for_the_dead
 from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerContext, ForkServerProcess
-    from pathlib import Path
     from types import FrameType
 
     from sapus_cli.config import RunConfig
@@ -51,7 +52,7 @@ class Result(NamedTuple):
     """How a cell ended.
 
     Attributes:
-        folder: the run folder; None if it was not created, or if its process was killed.
+        folder: the run folder; None if it was not created.
         record: what stands in run.json, if the run finished.
         error: why it did not: a `UserError` if the call was wrong, a `RunFailedError` otherwise.
     """
@@ -77,6 +78,7 @@ class _Child:
     pipe: Connection
     number: int = 0
     cell: Cell | None = None
+    folder: Path | None = None
 
 
 class Pool:
@@ -116,7 +118,7 @@ class Pool:
         """Give every idle child a cell, and start children while there are cells for them. Returns whether any runs."""
         for number, cell in waiting if self._idle() else ():
             child = next((child for child in self._children if child.cell is None), None) or self._start(context)
-            child.number, child.cell = number, cell
+            child.number, child.cell, child.folder = number, cell, None
             with suppress(BrokenPipeError):  # one that is gone is found by its silence
                 child.pipe.send(cell)
             if not self._idle():
@@ -141,12 +143,14 @@ class Pool:
         for ready in connection.wait(list(pipes), POLL_S):
             child = pipes[ready]  # type: ignore[index]
             try:
-                news: Progress | Result = child.pipe.recv()
+                news: Path | Progress | Result = child.pipe.recv()
             except (EOFError, ConnectionError):
                 news = self._gone(child)
             if child.cell is None:
                 continue
-            if isinstance(news, Progress):
+            if isinstance(news, Path):
+                child.folder = news
+            elif isinstance(news, Progress):
                 observer.progress(child.number, child.cell, news)
             else:
                 cell, child.cell = child.cell, None
@@ -160,7 +164,10 @@ class Pool:
             return Result(None, error=InterruptedRunError("interrupted"))
         code = child.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Result(None, error=RunFailedError(f"the process of the run {how}"))
+        reason = f"the process of the run {how}"
+        if child.folder is not None:
+            close_for_the_dead(child.folder, reason)
+        return Result(child.folder, error=RunFailedError(reason))
 
     def _interrupt(self, observer: Observer) -> None:
         for child in self._children:
@@ -209,7 +216,8 @@ def work(pipe: Connection, threads: int) -> None:
 def _run(cell: Cell, pipe: Connection) -> Result:
     from sapus_cli.drivers.simulate import Simulation  # noqa: PLC0415 - imports torch
 
-    run = Simulation(cell.config, cell.results, cell.name, pipe.send)
+    # Should this process be killed, it is for the parent to say so in run.json.
+    run = Simulation(cell.config, cell.results, cell.name, pipe.send, created=pipe.send)
     try:
         folder, record = run.run()
     except KeyboardInterrupt:

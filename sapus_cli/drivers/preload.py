@@ -10,8 +10,9 @@ import gc
 
 gc.disable()
 
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402, F401 - optimizers import it at their first step
+from sapus_cli.drivers import process  # noqa: E402
+
+process.load_torch()
 
 import sapus_cli.drivers.roles  # noqa: E402, F401
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import datetime as dt
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from sapus_cli import registry, traces
+from sapus_cli.errors import DamagedFileError, RunFailedError, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
     from sapus_cli.config import RunConfig
     from sapus_cli.drivers.control import Ended, Measured, Prepared
     from sapus_cli.strategy import AnyStrategy
@@ -41,13 +46,48 @@ def first_record(
     }
 
 
-def close_record(record: dict[str, Any], status: str, ended: Ended | None, evals: list[Measured]) -> None:
-    """Add how a run ended; without `ended` it never got to count its totals."""
-    record |= {"status": status, "ended_at": utc()}
+def resumed_record(before: dict[str, Any], now: dict[str, Any], t_s: float) -> dict[str, Any]:
+    """The record of a run that goes on at `t_s`: as it began, with what is found where it goes on."""
+    again = {"at": now["started_at"], "t_s": t_s, "environment": now["environment"], "transport": now["transport"]}
+    record = before | {"status": "running", "resumed": [*before.get("resumed", []), again]}
+    for key in ("failure", "ended_at", "totals", "summary", "state_sha256"):
+        record.pop(key, None)
+    return record
+
+
+def close_record(
+    record: dict[str, Any],
+    status: str,
+    ended: Ended | None,
+    evals: list[Measured],
+    incomplete: Collection[str] = (),
+) -> None:
+    """Add how a run ended; without `ended` it never got to count its totals.
+
+    Args:
+        record: what is known of the run; changed in place.
+        status: one of `traces.STATUSES`.
+        ended: the server's last word.
+        evals: all results of the evaluator.
+        incomplete: names of the traces whose rows were not all taken by the system; those that the record names
+            already stay there.
+    """
+    lacking = sorted({*incomplete, *record.get("incomplete_traces", ())})
+    record |= {"status": status, "ended_at": utc(), "traces": "incomplete" if lacking else "complete"}
+    if lacking:
+        record["incomplete_traces"] = lacking
     if ended is not None:
         record["totals"] = msgspec.to_builtins(ended)
         record["state_sha256"] = ended.state_sha256
         record["summary"] = summary(ended, evals)
+
+
+def close_for_the_dead(folder: Path, failure: str) -> None:
+    """Say in run.json that a run failed whose own process was killed before it could; nothing if it had said how."""
+    with suppress(UserError, DamagedFileError, RunFailedError):
+        record = traces.read_run(folder)
+        if record.get("status") == "running":
+            traces.write_run(folder, record | {"status": "failed", "ended_at": utc(), "failure": failure})
 
 
 def summary(ended: Ended, evals: list[Measured]) -> dict[str, float | int | None]:

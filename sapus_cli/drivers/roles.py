@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import psutil
 import torch
 
-from sapus_cli import traces
+from sapus_cli import registry, traces
+from sapus_cli.checkpoint import Checkpoints
 from sapus_cli.cluster import StepTimes
 from sapus_cli.drivers import evaluator, process, server
 from sapus_cli.drivers.client import Client
-from sapus_cli.drivers.control import Begin, Bound, Failed, Prepared, Unusable, hear, tell
+from sapus_cli.drivers.control import Begin, Bound, Failed, Happened, Prepared, Restart, Unusable, hear, tell
+from sapus_cli.drivers.security import nearby
 from sapus_cli.drivers.worker import Worker
-from sapus_cli.errors import DivergedError, LocalProtocolError, UserError
+from sapus_cli.errors import DivergedError, LocalProtocolError, RunFailedError, UserError
 from sapus_cli.strategy import Setting
 from sapus_cli.trainer import FlatModel, OptimizerSpec, evaluator_of, trainer_of
 from sapus_cli.workloads import data as workload_data
 from sapus_cli.workloads.models import build_model
+from strategies import REGISTRY
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from sapus_cli.config import RunConfig
-    from sapus_cli.strategy import AnyStrategy
+    from sapus_cli.drivers.security import ServerKeys
+    from sapus_cli.join import ClientKeys
+    from sapus_cli.strategy import AnyStrategy, Vec
 
 EVALUATOR_NICE = 5
 ADAMW_MOMENTUM = 0.9
@@ -37,6 +44,7 @@ ADAMW_MOMENTUM = 0.9
 def prepare(pipe: Connection, config: RunConfig) -> None:
     """Put the data into the cache, once, and try the model on them."""
     process.be_a_child()
+    process.end_with(pipe.recv_bytes)
     process.settle(config.threads)
     try:
         tell(pipe, prepared(config))
@@ -79,22 +87,39 @@ def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cud
     return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def serve(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Prepared, endpoint: str) -> None:
+def serve(
+    pipe: Connection,
+    config: RunConfig,
+    strategy: AnyStrategy,
+    ready: Prepared,
+    endpoint: str,
+    keys: ServerKeys | None = None,
+    restart: Restart | None = None,
+) -> None:
     """Be the server of a run: listen first, then wait for the run folder, then serve."""
     process.be_a_child()
     process.settle(config.threads)
     try:
-        socket, bound = server.bind(endpoint, ready.elements)
+        remembered = None
+        if restart is not None:
+            checkpoints = Checkpoints(Path(restart.folder) / "checkpoint")
+            remembered, skipped = recall(checkpoints, strategy, ready)
+        socket, bound = server.bind(endpoint, ready.elements, keys)
     except UserError as error:
         tell(pipe, Unusable(str(error)))
         return
-    model = FlatModel(build_model(config.model, workload_data.load(Path(ready.data)), config.seed), torch.device("cpu"))
-    x0 = model.vector.detach().clone()
-    del model
+    x0 = first_state(config, ready) if remembered is None else remembered["x"]
     process.give_back()
-    tell(pipe, Bound(bound))
+    tell(pipe, Bound(bound, 0.0 if remembered is None else remembered["t_s"]))
     folder = Path(_hear_begin(pipe, "server.log").folder)
-    with traces.Trace(folder / "pushes.csv", traces.push_columns(strategy.columns)) as pushes:
+    if remembered is None:
+        checkpoints = Checkpoints(folder / "checkpoint")
+    else:
+        traces.cut(folder / "pushes.csv", remembered["pushes_csv_bytes"])
+        for line in skipped:
+            tell(pipe, Happened(remembered["t_s"], "checkpoint", "server", 0, f"passed over: {line}"))
+    warn = partial(_warn, pipe, "server")
+    with traces.Trace(folder / "pushes.csv", traces.push_columns(strategy.columns), warn) as pushes:
         role = server.Server(
             socket,
             strategy,
@@ -109,15 +134,54 @@ def serve(pipe: Connection, config: RunConfig, strategy: AnyStrategy, ready: Pre
             launcher=pipe,
             pushes=pushes,
             target_accuracy=config.target_accuracy,
+            recovery=config.recovery,
+            checkpoints=checkpoints,
         )
+        if restart is not None and remembered is not None:
+            role.restore(remembered, restart)
         try:
             ended = role.run()
         except DivergedError as error:
             tell(pipe, Failed(str(error)))
             return
-    server.save_checkpoint(folder / "checkpoint", role.core, ended.end_s)
+        except RunFailedError as error:
+            role.save()
+            tell(pipe, Failed(str(error)))
+            return
+        role.save()
     tell(pipe, ended)
     socket.close()
+
+
+def first_state(config: RunConfig, ready: Prepared) -> Vec:
+    """The state, shape `(d,)`, that a run begins with."""
+    model = FlatModel(build_model(config.model, workload_data.load(Path(ready.data)), config.seed), torch.device("cpu"))
+    return model.vector.detach().clone()
+
+
+def recall(checkpoints: Checkpoints, strategy: AnyStrategy, ready: Prepared) -> tuple[dict[str, Any], list[str]]:
+    """What the newest good checkpoint says, which has to be that of this strategy and model.
+
+    Returns:
+        What it says; and what is wrong with newer ones.
+
+    Raises:
+        UserError: there is none, or it is another's.
+    """
+    for name in REGISTRY:  # so that the state of another strategy can be read, and named
+        registry.strategy_class(name)
+    search = checkpoints.load()
+    if search.newest is None:
+        damaged = f" ({search.skipped[0]})" if search.skipped else ""
+        raise UserError(f"there is no checkpoint to go on from{damaged}; start a new run")
+    remembered: dict[str, Any] = search.newest.tree
+    if "core" not in remembered:
+        raise UserError(f"{search.newest.path}: holds the model alone, because the strategy's state could not be saved")
+    if remembered["strategy"] != repr(strategy):
+        raise UserError(f"{search.newest.path}: is of {remembered['strategy']}, not of {strategy!r}; start a new run")
+    if remembered["fingerprint"] != ready.fingerprint:
+        raise UserError(f"{search.newest.path}: is of a model with another layout; start a new run")
+    return remembered, search.skipped
 
 
 def setting(config: RunConfig) -> Setting:
@@ -152,7 +216,6 @@ def train(client: Client, config: RunConfig, strategy: AnyStrategy, ready: Prepa
     )
     trainer.warm_up()
     process.give_back()
-    trainer.steps = client.welcome.steps
     steps = config.steps_per_worker(len(data.train_x))
     worker = Worker(
         client,
@@ -174,17 +237,23 @@ def worker_device(kind: str, rank: int) -> torch.device:
     return torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
 
 
-def evaluate(pipe: Connection, config: RunConfig, ready: Prepared) -> None:
+def evaluate(pipe: Connection, config: RunConfig, ready: Prepared, keys: ClientKeys | None = None) -> None:
     """Be the evaluator of a run."""
     begin = _begin(pipe, config, "evaluator.log")
     os.nice(EVALUATOR_NICE)
-    client = Client(begin.endpoint, "evaluator")
+    client = Client(nearby(begin.endpoint), "evaluator", keys=keys)
     data = workload_data.load(Path(ready.data))
     tests = evaluator_of(data)(build_model(config.model, data, config.seed), data, worker_device(ready.device, 0))
     process.give_back()
-    with traces.Trace(Path(begin.folder) / "evals.csv", traces.EVALS) as trace:
+    with traces.Trace(Path(begin.folder) / "evals.csv", traces.EVALS, partial(_warn, pipe, "evaluator")) as trace:
         evaluator.run(client, tests, trace, every_s=config.eval_every_s, n_train=len(data.train_x))
     client.close()
+
+
+def _warn(pipe: Connection, role: str, kind: str, detail: str) -> None:
+    """Tell the launcher of rows that the system does not take; it knows what time it is."""
+    with suppress(BrokenPipeError):
+        tell(pipe, Happened(0.0, kind, role, 0, detail))
 
 
 def _begin(pipe: Connection, config: RunConfig, log: str) -> Begin:

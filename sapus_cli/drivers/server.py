@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import select
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 import torch
 import zmq
-from safetensors.torch import save_file
 
+from sapus_cli.checkpoint import Checkpoints, UnsavableError
 from sapus_cli.cluster import Direction, ServerTime
 from sapus_cli.codec import (
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
+    Alive,
+    Beat,
     Declined,
+    Dropped,
     Evaluated,
     FromClient,
     FromServer,
@@ -41,6 +46,8 @@ from sapus_cli.codec import (
     payload_bytes,
     raw,
 )
+from sapus_cli.config import Recovery
+from sapus_cli.drivers.attendance import Attendance
 from sapus_cli.drivers.control import (
     Ended,
     Gone,
@@ -48,6 +55,7 @@ from sapus_cli.drivers.control import (
     Happened,
     Measured,
     Released,
+    Restart,
     Status,
     WorkerStatus,
     WorkerTotals,
@@ -55,28 +63,63 @@ from sapus_cli.drivers.control import (
     tell,
 )
 from sapus_cli.drivers.delay import Arrivals, DelayLine, Line
+from sapus_cli.drivers.security import CURVE_BYTES, secure_server
 from sapus_cli.drivers.transport import COPY_BYTES, Segment, prefer_reno
-from sapus_cli.errors import RemoteProtocolError, UserError
+from sapus_cli.errors import RemoteProtocolError, RunFailedError, UserError
 from sapus_cli.protocol import Outgoing, PushRow, ServerCore
 from sapus_cli.strategy import STANDARD_INFO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
-    from pathlib import Path
 
     from sapus_cli.cluster import ClusterProfile, Wire
+    from sapus_cli.drivers.security import ServerKeys
     from sapus_cli.strategy import AnyStrategy, Setting, Vec
     from sapus_cli.traces import Trace
 
 STATUS_EVERY_S = 0.1
 CPU_EVERY_S = 0.005
 HALT_S = 3.0
+BEATS = 4
+"""So many beats go into the time after which a worker counts as silent."""
+MOST_BEAT_S = 1.0
+AWAY_S = 1.0
+"""A server that did nothing for longer was itself kept from listening: nobody is blamed for that time."""
+RETURN_S = 60.0
+"""So long a server that has been started again waits for the workers that it had."""
+BACKLOG = 4096
+"""Connections that wait to be accepted; with libzmq's 100 a worker among many strangers waits for seconds."""
+MOST_FRAMES = 3
+MOST_HELD = 4
+"""Messages of one worker that an emulated link holds; one that keeps to the protocol has no more on their way."""
+WARNING_CHARACTERS = 300
+QUEUE = 16
+"""Messages of one client that wait to be received, or sent: more than any that keeps to the protocol has."""
 LAG_S, LAG_STEPS = 0.01, 0.2
 """An emulated server stays so many seconds behind, but no more than this part of a step: what a busy machine brings
 late still finds its place, and workers make up for it in the time that they would sleep."""
 
 log = logging.getLogger(__name__)
+
+
+class Complaints:
+    """Warnings in the log, one a second at most: what comes from outside must not fill a disk."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._kept_back = 0
+
+    def warn(self, text: str) -> None:
+        """Log a warning in one line of printable characters, or count it if the last one was less than a second ago."""
+        now = time.monotonic()
+        if now < self._next_s:
+            self._kept_back += 1
+            return
+        self._next_s = now + 1
+        others = f" (and {self._kept_back} more warnings since the last one)" if self._kept_back else ""
+        self._kept_back = 0
+        log.warning("%s%s", text[:WARNING_CHARACTERS].encode("unicode_escape").decode(), others)
 
 
 @dataclass(slots=True)
@@ -96,39 +139,52 @@ class Traffic:
 class Peer:
     """A client of the server and what is known of it.
 
-    `dtype` is what its vectors are made of, `segment` the memory that it shares with the server, if it does.
+    `incarnation` is a number that only it has; `heard_s` is when it was heard last, on the monotonic clock.
+    `dtype` is what its vectors are made of, `segment` the memory that it shares with the server, if it does; `held` is
+    how many of its messages an emulated link has.
     """
 
     identity: bytes
     role: str
     rank: int
+    incarnation: int
+    heard_s: float
     dtype: torch.dtype = torch.float32
     segment: Segment | None = None
     traffic: Traffic = field(default_factory=Traffic)
-    steps: int = 0
-    pushes: int = 0
+    held: int = 0
     interval: int = 0
     loss: float = float("nan")
     left: bool = False
+    reconnected_s: float = 0.0
 
 
-def bind(endpoint: str, elements: int) -> tuple[zmq.Socket[bytes], str]:
+def bind(endpoint: str, elements: int, security: ServerKeys | None = None) -> tuple[zmq.Socket[bytes], str]:
     """A listening ROUTER socket and the endpoint it really got (port 0 lets the system choose).
+
+    With keys, nobody's messages get in but those of clients that the keys admit.
 
     Raises:
         UserError: the endpoint cannot be bound.
     """
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 5000)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, QUEUE)
+    socket.setsockopt(zmq.RCVHWM, QUEUE)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, torch.float32.itemsize * elements))
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
+    # What CURVE adds to a frame counts, too.
+    socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, torch.float32.itemsize * elements) + CURVE_BYTES)
+    if security is not None:
+        secure_server(socket, security)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise UserError(f"cannot listen at {endpoint}: {error}; choose another port, or leave it out") from error
+        remedy = "choose another port, or leave it out"
+        if error.errno == zmq.EADDRNOTAVAIL:
+            remedy = "give an address of this machine"
+        raise UserError(f"cannot listen at {endpoint}: {error}; {remedy}") from error
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
@@ -155,6 +211,8 @@ class Server:
         launcher: pipe to the launcher.
         pushes: pushes.csv.
         target_accuracy: accuracy at which the run ends, or None.
+        recovery: when to let workers go, and how often to write a checkpoint.
+        checkpoints: where those go; None: none are written.
     """
 
     def __init__(
@@ -173,9 +231,12 @@ class Server:
         launcher: Connection,
         pushes: Trace,
         target_accuracy: float | None,
+        recovery: Recovery | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.core = ServerCore(strategy, x0, n_workers, setting)
         self._socket = socket
+        self._strategy = strategy
         self._elements = x0.numel()
         self._wire = wire
         self._dtype: torch.dtype = getattr(torch, wire)
@@ -190,8 +251,10 @@ class Server:
         self._lag_s = min(LAG_S, LAG_STEPS * (profile.step_s or 0.0))
         self._due: float | None = None
         self._overruns = 0
-        self._returning: set[int] = set()
-        self._kills: Counter[int] = Counter()
+        self._recovery = recovery or Recovery()
+        self._checkpoints = checkpoints
+        self._next_checkpoint_s = 0.0
+        self._attendance = Attendance(n_workers, self._recovery.min_workers, self._recovery.worker_timeout_s)
         self._stopped = False
         self._fingerprint = fingerprint
         self._config = config
@@ -201,8 +264,15 @@ class Server:
         self._target_accuracy = target_accuracy
         self._peers: dict[bytes, Peer] = {}
         self._workers: dict[int, Peer] = {}
+        self._incarnations: dict[int, Peer] = {}
+        self._traffic = {rank: Traffic() for rank in range(n_workers)}
+        self._pushes: Counter[int] = Counter()
+        self._complaints = Complaints()
+        self._awake_s = time.monotonic()
+        self._cpu_before_s = 0.0
+        self._evaluator_bytes = 0
+        self._resumed_s = 0.0
         self._released = 0.0
-        self._released_cpu_s = 0.0
         self._cpu_read_s = 0.0
         self._next_cpu_s = 0.0
         self._end_s: float | None = None
@@ -212,13 +282,73 @@ class Server:
         self._halt_by: float | None = None
         self._next_status = 0.0
         self._process = psutil.Process()
+        self._last_rss_bytes = 0
 
     @property
     def now(self) -> float:
         """Seconds since all workers were released; 0 before. For what was held up, when it was due."""
         if self._due is not None:
             return self._due
-        return time.monotonic() - self._released if self._released else 0.0
+        return time.monotonic() - self._released if self._released else self._resumed_s
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is a place for it. That it cannot be written does not end the run."""
+        self._next_checkpoint_s = time.monotonic() + self._recovery.checkpoint_every_s
+        if self._checkpoints is None:
+            return
+        said = f"version {self.core.version}"
+        try:
+            self._trace.flush()
+            try:
+                self._checkpoints.save(self._remembered())
+            except UnsavableError as error:
+                self._next_checkpoint_s = math.inf
+                said = f"without the strategy's state: {error}"
+                self._checkpoints.save(state_only(self.core, self.now))
+        except OSError as error:
+            said = f"failed: {error.strerror}"
+        self._tell_event("checkpoint", 0, said, "server")
+
+    def _remembered(self) -> dict[str, object]:
+        return {
+            "strategy": repr(self._strategy),
+            "fingerprint": self._fingerprint,
+            "x": self.core.state.x,
+            "core": self.core.saved(),
+            "t_s": self.now,
+            "version": self.core.version,
+            "traffic": self._traffic,
+            "pushes": dict(self._pushes),
+            "evaluator_bytes": self._evaluator_bytes,
+            "reached_s": self._reached_s,
+            "overruns": self._overruns,
+            "cpu_s": self._cpu_now_s() if self._released else 0.0,
+            "pushes_csv_bytes": self._trace.size,
+        }
+
+    def restore(self, remembered: dict[str, Any], restart: Restart) -> None:
+        """Go on from a checkpoint in the place of a server that has died, or of a whole run."""
+        resumed = restart.released_s is None
+        self._resumed_s = remembered["t_s"]
+        if restart.released_s is not None:
+            self._released = restart.released_s
+        rows = self.core.restore(remembered["core"], self.now, started=not resumed)
+        self._traffic, self._pushes = remembered["traffic"], Counter(remembered["pushes"])
+        self._evaluator_bytes, self._overruns = remembered["evaluator_bytes"], remembered["overruns"]
+        self._reached_s = remembered["reached_s"]
+        self._stopped = self._reached_s is not None
+        self._cpu_before_s = remembered["cpu_s"]
+        if restart.status is not None:
+            self._cpu_before_s = restart.status.cpu_s
+            for worker in restart.status.workers:
+                self._traffic[worker.rank].rx_bytes = worker.rx_bytes
+                self._traffic[worker.rank].tx_bytes = worker.tx_bytes
+        until_s = math.inf if resumed else time.monotonic() + RETURN_S
+        for rank in range(self._n_workers):
+            self._attendance.expect(rank, until_s)
+        self._next_checkpoint_s = time.monotonic() + self._recovery.checkpoint_every_s
+        for row in rows:
+            self._write(row, 0)
 
     @torch.no_grad()
     def run(self) -> Ended:
@@ -254,8 +384,11 @@ class Server:
         line = hear(self._launcher)
         if isinstance(line, Halt):
             self._halt()
+        elif isinstance(line, Gone) and line.role == "worker":
+            self._bury(line.rank, returns=line.returns)
         elif isinstance(line, Gone):
-            self._bury(self._workers[line.rank])
+            for peer in [peer for peer in self._peers.values() if peer.role == line.role]:
+                self._forget(peer)
 
     def _deliver(self) -> None:
         """Take what the link has delivered by now, less the lag."""
@@ -271,9 +404,14 @@ class Server:
                 frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
-            while frames[-1].more:
-                frames.append(self._socket.recv(copy=False))
-            self._receive(frames)
+            more = frames[0].more
+            while more:
+                frame = self._socket.recv(copy=False)
+                more = frame.more
+                if len(frames) <= MOST_FRAMES:
+                    frames.append(frame)
+            if len(frames) > 1:
+                self._receive(frames)
 
     def _receive(self, frames: Sequence[zmq.Frame]) -> None:
         identity = frames[0].bytes
@@ -282,21 +420,37 @@ class Server:
         vector_bytes = self._vector_bytes(peer)
         try:
             message = decode_from_client(header.buffer)
+            if peer is None and not isinstance(message, Hello | Beat):
+                self._send(identity, Dropped())  # whatever size its vector has, or where that lies
+                return
             check_payload(message, 0 if peer and peer.segment else vector_bytes, [len(frame) for frame in payload])
         except RemoteProtocolError as error:
             self._refuse(identity, peer, error)
             return
+        if isinstance(message, Beat):
+            self._beat(identity, message)
+            return
         n_bytes = len(header) + payload_bytes(message, vector_bytes)
         if peer is not None:
+            peer.heard_s = time.monotonic()
             peer.traffic.rx_bytes += self._profile.scaled(n_bytes)
             peer.traffic.rx_frames += 1 + len(payload)
         if self._shapes(peer):
             take = partial(self._take, identity, peer, message, payload, n_bytes)
             # What a busy machine brings late was sent when its worker says.
             sent_s = min(self.now, message.sent_s or self.now) if isinstance(message, Push) else self.now
-            self._up.put(sent_s, n_bytes, partial(self._arrived, n_bytes, take))
+            self._hold(peer, sent_s, n_bytes, take)
         else:
             self._take(identity, peer, message, payload, n_bytes)
+
+    def _beat(self, identity: bytes, beat: Beat) -> None:
+        """Note that a client lives, and answer. Beats are not counted as traffic."""
+        peer = self._incarnations.get(beat.incarnation)
+        if peer is None or (beat.main and peer.identity != identity):
+            self._send(identity, Dropped())
+            return
+        peer.heard_s = time.monotonic()
+        self._pass_on(identity, encode(Alive()), None)
 
     def _vector_bytes(self, peer: Peer | None) -> int:
         """Size of a vector on its way from or to a client."""
@@ -305,6 +459,19 @@ class Server:
     def _shapes(self, peer: Peer | None) -> bool:
         """Whether the link holds up what this client sends and gets: a worker does, and only in training."""
         return self._profile.shapes and self._released > 0 and peer is not None and peer.role == "worker"
+
+    def _hold(self, peer: Peer | None, sent_s: float, n_bytes: int, take: Callable[[], None]) -> None:
+        """Keep a message until the link has delivered it."""
+        if peer is None or peer.held >= MOST_HELD:
+            self._complaints.warn("left out a message of a worker that sends more than the protocol has room for")
+            return
+        peer.held += 1
+
+        def arrive() -> None:
+            peer.held -= 1
+            self._arrived(n_bytes, take)
+
+        self._up.put(sent_s, n_bytes, arrive)
 
     def _arrived(self, n_bytes: int, take: Callable[[], None]) -> None:
         done = self._thread.done_at(self.now, self._unreal_s(n_bytes))
@@ -320,8 +487,9 @@ class Server:
     def _take(
         self, identity: bytes, peer: Peer | None, message: FromClient, payload: Sequence[zmq.Frame], n_bytes: int
     ) -> None:
-        if peer is not None and peer.left:
-            return  # what a dead worker had sent
+        if peer is not None and peer.left and not isinstance(message, Leave):
+            self._send(identity, Dropped())
+            return
         try:
             self._handle(identity, peer, message, payload, n_bytes)
         except RemoteProtocolError as error:
@@ -329,16 +497,16 @@ class Server:
 
     def _refuse(self, identity: bytes, peer: Peer | None, error: RemoteProtocolError) -> None:
         who = f"{peer.role} {peer.rank}" if peer else "a stranger"
-        log.warning("refused a message of %s: %s", who, error)
+        self._complaints.warn(f"refused a message of {who}: {error}")
         self._send(identity, Refused(reason=str(error)[:1000]))
 
     def _handle(
         self, identity: bytes, peer: Peer | None, message: FromClient, payload: Sequence[zmq.Frame], n_bytes: int
     ) -> None:
-        if peer is None:
-            if not isinstance(message, Hello):
-                raise RemoteProtocolError("the first message must be a hello")
+        if peer is None and isinstance(message, Hello):
             self._greet(identity, message, n_bytes)
+        elif peer is None:
+            self._send(identity, Dropped())
         elif isinstance(message, Push) and peer.role == "worker":
             self._push(peer, message, payload, n_bytes)
         elif isinstance(message, Pull) and peer.role == "worker":
@@ -360,45 +528,76 @@ class Server:
                 f"protocol version {hello.protocol}, but this server speaks {PROTOCOL_VERSION}: "
                 "install the same sapus on both sides"
             )
-        rank = 0
+        known = self._incarnations.get(hello.incarnation)
+        if known is not None and known.role == hello.role:
+            self._greet_again(known, identity)
+            return
+        rank = self._rank(hello) if hello.role == "worker" else 0
         if hello.role == "evaluator" and any(peer.role == "evaluator" for peer in self._peers.values()):
             raise RemoteProtocolError("the evaluator is here already")
-        if hello.role == "worker":
-            free = [r for r in range(self._n_workers) if r not in self._workers or r in self._returning]
-            if not free:
-                raise RemoteProtocolError(f"all {self._n_workers} workers are here already")
-            rank = free[0] if hello.rank < 0 else hello.rank
-            if rank not in free:
-                raise RemoteProtocolError(f"rank {rank} is taken, or not below {self._n_workers}")
-        peer = Peer(identity, hello.role, rank)
+        peer = Peer(identity, hello.role, rank, hello.incarnation, time.monotonic())
         if hello.role == "worker":
             peer.dtype = self._dtype
             peer.segment = self._segment() if self._shared else None
-        self._peers[identity] = peer
-        if hello.role == "worker" and rank in self._workers:
-            before = self._workers[rank]
-            peer.traffic, peer.steps, peer.pushes = before.traffic, before.steps, before.pushes
-            del self._peers[before.identity]
-            if before.segment is not None:
-                before.segment.close()
+            peer.traffic = self._traffic[rank]
+            if before := self._workers.get(rank):
+                self._forget(before)
+            self._workers[rank] = peer
+        self._peers[identity] = self._incarnations[peer.incarnation] = peer
         peer.traffic.rx_bytes += self._profile.scaled(n_bytes)
         peer.traffic.rx_frames += 1
-        if hello.role == "worker":
-            self._workers[rank] = peer
+        self._welcome(peer)
+        prefer_reno(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _greet_again(self, peer: Peer, identity: bytes) -> None:
+        """Go on over a new connection with a client that has lost its old one."""
+        del self._peers[peer.identity]
+        peer.identity = identity
+        peer.heard_s = time.monotonic()
+        self._peers[identity] = peer
+        self._welcome(peer, resumed=peer.role == "worker" and self.core.has(peer.rank))
+        if time.monotonic() - peer.reconnected_s > 1:
+            peer.reconnected_s = time.monotonic()
+            self._tell_event("reconnect", peer.rank, role=peer.role)
+        if self._stopped:
+            self._send(identity, Stop(flush=self._halt_by is None))
+
+    def _rank(self, hello: Hello) -> int:
+        """The rank of a new worker."""
+        free = [r for r in range(self._n_workers) if r not in self._workers or self._attendance.is_missing(r)]
+        if not free:
+            raise RemoteProtocolError(f"all {self._n_workers} workers are here already")
+        rank = free[0] if hello.rank < 0 else hello.rank
+        if rank not in free:
+            raise RemoteProtocolError(f"rank {rank} is taken, or not below {self._n_workers}")
+        return rank
+
+    def _welcome(self, peer: Peer, *, resumed: bool = False) -> None:
+        is_worker = peer.role == "worker"
+        progress = self.core.progress(peer.rank)
         self._send(
-            identity,
+            peer.identity,
             Welcome(
                 protocol=PROTOCOL_VERSION,
-                rank=rank,
+                rank=peer.rank,
                 elements=self._elements,
                 fingerprint=self._fingerprint,
+                beat_s=min(MOST_BEAT_S, self._recovery.worker_timeout_s / BEATS),
+                resumed=resumed,
                 config=self._config,
-                steps=peer.steps,
-                wire=self._wire if hello.role == "worker" else "float32",
-                segment=peer.segment.path if peer.segment else "",
+                steps=progress.steps if is_worker else 0,
+                seq=progress.seq if is_worker else 0,
+                wire=self._wire if is_worker else "float32",
+                segment=peer.segment.path if peer.segment and not resumed else "",
             ),
         )
-        prefer_reno(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _forget(self, peer: Peer) -> None:
+        """Have nothing more to do with a client; what it still says is answered with Dropped."""
+        self._peers.pop(peer.identity, None)
+        self._incarnations.pop(peer.incarnation, None)
+        if peer.segment is not None:
+            peer.segment.close()
 
     def _segment(self) -> Segment:
         try:
@@ -408,23 +607,34 @@ class Server:
 
     def _pull(self, peer: Peer, message: Pull) -> None:
         if message.fingerprint != self._fingerprint:
+            if not self.core.has(peer.rank):
+                self._forget(peer)
+                del self._workers[peer.rank]
             raise RemoteProtocolError(
                 "your model has another layout than the server's: use the same options and versions"
             )
+        rejoins = self.core.has(peer.rank)
         replies = self.core.join(peer.rank, self.now)
-        self._returning.discard(peer.rank)
+        self._attendance.arrive(peer.rank)
         if peer.segment is not None:
             peer.segment.close()
         first = self.core.started and not self._released
         if first:
-            self._released = time.monotonic()
-            self._released_cpu_s = time.process_time()
+            self._release()
         self._answer(replies)
-        self._tell_event("join", peer.rank)
+        if rejoins:
+            return
+        steps = self.core.progress(peer.rank).steps
+        self._tell_event("join", peer.rank, f"goes on after {steps} steps" if steps else "")
         if self._stopped:
             self._send(peer.identity, Stop(flush=True))
         if first:
             tell(self._launcher, Released(self._released))
+
+    def _release(self) -> None:
+        self.save()
+        self._released = time.monotonic() - self._resumed_s
+        self._cpu_before_s -= time.process_time()  # what setting up took counts for nothing
 
     def _push(self, peer: Peer, message: Push, payload: Sequence[zmq.Frame], n_bytes: int) -> None:
         vector = peer.segment.push if peer.segment else torch.frombuffer(payload[0].buffer, dtype=peer.dtype)
@@ -442,8 +652,7 @@ class Server:
             if not any(isinstance(reply.message, Declined) for reply in replies):
                 self._tell_event("fresh", peer.rank, "told to pull afresh")
         elif self.core.received > received:
-            peer.pushes += 1
-            peer.steps += message.n_steps
+            self._pushes[peer.rank] += 1
             peer.interval = message.n_steps
             peer.loss = message.loss
         self._answer(replies)
@@ -453,36 +662,58 @@ class Server:
         now = time.monotonic()
         if now >= self._next_cpu_s:
             self._next_cpu_s = now + CPU_EVERY_S
-            self._cpu_read_s = time.process_time() - self._released_cpu_s
+            self._cpu_read_s = self._cpu_now_s()
         return self._cpu_read_s
+
+    def _cpu_now_s(self) -> float:
+        """CPU seconds that the run has cost the server since the release, a server that this one replaces included."""
+        return self._cpu_before_s + time.process_time()
 
     def _leave(self, peer: Peer, message: Leave) -> None:
         self._overruns += message.overruns
         self._let_go(peer, message.reason)
 
-    def _bury(self, peer: Peer) -> None:
+    def _bury(self, rank: int, *, returns: bool) -> None:
         """Go on without a worker that is dead. What it had sent and the link still holds is lost with it."""
-        self._kills[peer.rank] += 1
-        self._returning.discard(peer.rank)
-        if self._profile.comes_back(peer.rank, self._kills[peer.rank]):
-            self._returning.add(peer.rank)
-        if self.core.has(peer.rank):
+        if returns:
+            self._attendance.expect(rank)
+        else:
+            self._attendance.lose(rank)
+        peer = self._workers.get(rank)
+        if peer is not None and not peer.left:
             self._let_go(peer, "dead")
-        else:  # it was on its way back
-            peer.left = True
+        else:
             self._end_if_all_left()
 
     def _let_go(self, peer: Peer, reason: str) -> None:
-        replies, row = self.core.leave(peer.rank, self.now)
         peer.left = True
-        if row is not None:
-            self._write(row, 0)
-        self._answer(replies)
-        self._tell_event("leave", peer.rank, reason)
+        self._incarnations.pop(peer.incarnation, None)
+        if self.core.has(peer.rank):
+            replies, row = self.core.leave(peer.rank, self.now)
+            if row is not None:
+                self._write(row, 0)
+            self._answer(replies)
+            self._tell_event("leave", peer.rank, reason)
         self._end_if_all_left()
 
+    def _look_for_silence(self, now: float) -> None:
+        """Let go who has not been heard of for too long, and end the run as failed if too few are left."""
+        limit_s = self._recovery.worker_timeout_s
+        for peer in [peer for peer in self._workers.values() if not peer.left and now - peer.heard_s > limit_s]:
+            self._attendance.lose(peer.rank)
+            self._tell_event("drop", peer.rank, f"silent for {limit_s:g} s")
+            self._let_go(peer, "silent")
+        for rank in self._attendance.overdue(now):
+            self._bury(rank, returns=False)
+        trains = self.core.started and not self._stopped and self._end_s is None
+        if trains and self._attendance.fails(now):
+            raise RunFailedError(
+                f"{len(self._attendance.lost)} of {self._n_workers} workers are lost, so that fewer than --min-workers "
+                f"{self._recovery.min_workers} are left"
+            )
+
     def _end_if_all_left(self) -> None:
-        nobody_comes = self._stopped or not self._returning
+        nobody_comes = self._stopped or (not self._attendance.expects and self._attendance.enough)
         if all(worker.left for worker in self._workers.values()) and self.core.started and nobody_comes:
             self._end()
 
@@ -516,7 +747,7 @@ class Server:
     def _mark_end(self) -> None:
         if self._end_s is None:
             self._end_s = self.now
-            self._end_cpu_s = time.process_time()
+            self._end_cpu_s = self._cpu_now_s()
 
     def _answer(self, replies: Sequence[Outgoing]) -> None:
         snapshot = self._snapshot(replies)
@@ -568,7 +799,7 @@ class Server:
             elif peer.dtype != vector.dtype:
                 vector, copy = vector.to(peer.dtype), False
         try:
-            self._socket.send(identity, zmq.SNDMORE)
+            self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
             if vector is None:
                 self._socket.send(header)
             else:
@@ -576,9 +807,9 @@ class Server:
                 frame = self._raw.of(vector) if vector is self.core.state.x else raw(vector)
                 self._socket.send(frame, 0, copy=copy or frame.nbytes < COPY_BYTES)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
                 raise
-            log.warning("a client is gone, a message of %d bytes was not sent", len(header))
+            self._complaints.warn("a client is gone or does not listen, it misses a message")
             return False
         return True
 
@@ -596,12 +827,19 @@ class Server:
         now = time.monotonic()
         if self._halt_by is not None and now > self._halt_by:
             self._over = True
+        if now - self._awake_s > AWAY_S:
+            for peer in self._workers.values():
+                peer.heard_s += now - self._awake_s
+        self._awake_s = now
         if now < self._next_status:
             return
         self._next_status = now + STATUS_EVERY_S
         self._trace.tick(now)
+        self._look_for_silence(now)
         if self._released:
             tell(self._launcher, self._status())
+            if now >= self._next_checkpoint_s:
+                self.save()
 
     def _status(self) -> Status:
         waiting = self.core.waiting
@@ -609,15 +847,15 @@ class Server:
             t_s=self.now,
             version=self.core.version,
             samples=self.core.samples,
-            cpu_s=time.process_time(),
-            rss_bytes=self._process.memory_info().rss,
-            rx_bytes=sum(peer.traffic.rx_bytes for peer in self._workers.values()),
-            tx_bytes=sum(peer.traffic.tx_bytes for peer in self._workers.values()),
+            cpu_s=self._cpu_now_s(),
+            rss_bytes=self._rss_bytes(),
+            rx_bytes=sum(traffic.rx_bytes for traffic in self._traffic.values()),
+            tx_bytes=sum(traffic.tx_bytes for traffic in self._traffic.values()),
             workers=[
                 WorkerStatus(
                     rank=rank,
-                    steps=peer.steps,
-                    pushes=peer.pushes,
+                    steps=self.core.progress(rank).steps,
+                    pushes=self._pushes[rank],
                     interval=peer.interval,
                     loss=peer.loss,
                     rx_bytes=peer.traffic.rx_bytes,
@@ -628,14 +866,20 @@ class Server:
             ],
         )
 
-    def _tell_event(self, event: str, rank: int, detail: str = "") -> None:
-        tell(self._launcher, Happened(self.now, event, "worker", rank, detail))
+    def _rss_bytes(self) -> int:
+        """Resident memory; what it was last if that cannot be read, as when strangers hold all descriptors."""
+        with suppress(OSError):
+            self._last_rss_bytes = self._process.memory_info().rss
+        return self._last_rss_bytes
+
+    def _tell_event(self, event: str, rank: int, detail: str = "", role: str = "worker") -> None:
+        tell(self._launcher, Happened(self.now, event, role, rank, detail))
 
     def _ended(self) -> Ended:
         self._mark_end()
         self._trace.flush()
         tell(self._launcher, self._status())
-        workers = [peer.traffic for peer in self._workers.values()]
+        workers = self._traffic.values()
         others = [peer.traffic for peer in self._peers.values() if peer.role == "evaluator"]
         return Ended(
             end_s=self._end_s or 0.0,
@@ -647,15 +891,15 @@ class Server:
             tx_bytes=sum(traffic.tx_bytes for traffic in workers),
             rx_frames=sum(traffic.rx_frames for traffic in workers),
             tx_frames=sum(traffic.tx_frames for traffic in workers),
-            evaluator_bytes=sum(traffic.rx_bytes + traffic.tx_bytes for traffic in others),
-            server_cpu_s=self._end_cpu_s - self._released_cpu_s,
+            evaluator_bytes=self._evaluator_bytes + sum(traffic.rx_bytes + traffic.tx_bytes for traffic in others),
+            server_cpu_s=self._end_cpu_s,
             state_sha256=state_sha256(self.core.state.x),
             declined=self.core.declined,
             reached_s=self._reached_s,
             overruns=self._overruns,
             workers=[
-                WorkerTotals(rank, peer.steps, peer.traffic.rx_bytes, peer.traffic.tx_bytes)
-                for rank, peer in sorted(self._workers.items())
+                WorkerTotals(rank, self.core.progress(rank).steps, traffic.rx_bytes, traffic.tx_bytes)
+                for rank, traffic in self._traffic.items()
             ],
         )
 
@@ -681,15 +925,9 @@ def push_values(row: PushRow, bytes_out: int, names: Sequence[str]) -> tuple[flo
     )
 
 
-def save_checkpoint(folder: Path, core: ServerCore, t_s: float) -> None:
-    """Write the global state as safetensors and what belongs to it as JSON, each under a temporary name first."""
-    meta = {"t_s": t_s, "version": core.version, "samples": core.samples, "steps": core.steps}
-    tensors = folder / "state.safetensors.tmp"
-    save_file({"x": core.state.x}, tensors)
-    tensors.replace(folder / "state.safetensors")
-    text = folder / "state.json.tmp"
-    text.write_bytes(msgspec.json.encode(meta))
-    text.replace(folder / "state.json")
+def state_only(core: ServerCore, t_s: float) -> dict[str, object]:
+    """What a checkpoint holds from which no run can go on: the global state and when it was that."""
+    return {"x": core.state.x, "t_s": t_s, "version": core.version, "samples": core.samples, "steps": core.steps}
 
 
 def state_sha256(x: Vec) -> str:

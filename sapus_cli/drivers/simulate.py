@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 import time
 from collections import Counter
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sapus_cli import registry, traces
+from sapus_cli.checkpoint import Checkpoints
 from sapus_cli.cluster import ELEMENT_BYTES, MOST_WORKERS, Direction, ServerTime, StepTimes
 from sapus_cli.codec import Declined, Leave, Push, State, encode
-from sapus_cli.drivers import roles
+from sapus_cli.drivers import process, roles
 from sapus_cli.drivers.control import Ended, Measured, WorkerTotals
 from sapus_cli.drivers.pool import Progress
 from sapus_cli.drivers.record import close_record, first_record
-from sapus_cli.drivers.server import Traffic, push_values, save_checkpoint, state_sha256
+from sapus_cli.drivers.server import Traffic, push_values, state_only, state_sha256
 from sapus_cli.errors import UserError
 from sapus_cli.protocol import Phase, ServerCore, WorkerCore
 from sapus_cli.strategy import STANDARD_INFO
@@ -34,12 +36,15 @@ from sapus_cli.workloads import data as workload_data
 from sapus_cli.workloads.models import build_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sapus_cli.cluster import Fault
     from sapus_cli.config import RunConfig
     from sapus_cli.protocol import Outgoing
     from sapus_cli.strategy import AnyStrategy, Vec
+    from sapus_cli.traces import Column, TraceName
+
+log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.2
 
@@ -63,6 +68,7 @@ class Simulation:
         results: folder that gets the run folder.
         name: name of the run folder, or None for the automatic one.
         progress: called a few times a second, of real time.
+        created: called with the run folder, once there is one.
 
     Attributes:
         folder: the run folder, once there is one.
@@ -74,12 +80,14 @@ class Simulation:
         results: Path,
         name: str | None,
         progress: Callable[[Progress], None],
+        created: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._profile = config.cluster
         self._results = results
         self._name = name
         self._progress = progress
+        self._created = created
         self._next_progress_s = 0.0
         self.folder: Path | None = None
         self._now = 0.0
@@ -91,6 +99,7 @@ class Simulation:
         self._cpu_s = 0.0
         self._traffic = [Traffic() for _ in range(config.workers)]
         self._evals: list[Measured] = []
+        self._incomplete: set[str] = set()
         self._n_evals = 0
         self._stopping = False
         self._reached_s: float | None = None
@@ -112,6 +121,7 @@ class Simulation:
         check_partition(config.partition, config.dataset)
         strategy = registry.build(config.strategy, config.params)
         traces.check_results(self._results)
+        process.load_torch()
         torch.set_num_threads(config.threads)
         ready = roles.prepared(config)
         self._set_up(strategy, Path(ready.data))
@@ -120,18 +130,20 @@ class Simulation:
             self._results, self._name, config.strategy, config.workers, config.seed
         )
         traces.write_run(folder, record)
+        reserve = traces.Reserve(folder)
         status = "failed"
         ended = None
         try:
+            self._created(folder)
             with (
-                traces.Trace(folder / "pushes.csv", traces.push_columns(strategy.columns)) as self._pushes,
-                traces.Trace(folder / "evals.csv", traces.EVALS) as self._eval_trace,
-                traces.Trace(folder / "resources.csv", traces.RESOURCES) as self._resources,
-                traces.Trace(folder / "events.csv", traces.EVENTS) as self._event_trace,
+                self._trace(folder, "pushes", traces.push_columns(strategy.columns)) as self._pushes,
+                self._trace(folder, "evals", traces.EVALS) as self._eval_trace,
+                self._trace(folder, "resources", traces.RESOURCES) as self._resources,
+                self._trace(folder, "events", traces.EVENTS) as self._event_trace,
             ):
                 self._simulate()
                 ended = self._ended()
-            save_checkpoint(folder / "checkpoint", self._server, self._end_s)
+                self._save(folder)
             status = "finished"
         except KeyboardInterrupt:
             status = "interrupted"
@@ -140,9 +152,28 @@ class Simulation:
             record["failure"] = str(error) or type(error).__name__
             raise
         finally:
-            close_record(record, status, ended, self._evals)
-            traces.write_run(folder, record)
+            close_record(record, status, ended, self._evals, self._incomplete)
+            traces.write_run(folder, record, reserve)
+            reserve.close()
         return folder, record
+
+    def _trace(self, folder: Path, name: TraceName, columns: Sequence[Column]) -> traces.Trace:
+        def warn(kind: str, detail: str) -> None:
+            if kind == "incomplete":
+                self._incomplete.add(name)
+            else:
+                self._incomplete.discard(name)
+            log.warning("%s: %s", folder.name, detail)
+            self._event_trace.row((self._now, kind, "launcher", 0, detail))
+
+        return traces.Trace(folder / f"{name}.csv", columns, warn)
+
+    def _save(self, folder: Path) -> None:
+        """Write a checkpoint. That it cannot be written does not make the run a failure."""
+        try:
+            Checkpoints(folder / "checkpoint").save(state_only(self._server, self._end_s))
+        except OSError as error:
+            self._event_trace.row((self._end_s, "checkpoint", "server", 0, f"failed: {error.strerror}"))
 
     def _set_up(self, strategy: AnyStrategy, data_path: Path) -> None:
         config = self._config
@@ -170,7 +201,6 @@ class Simulation:
         for rank, shard in enumerate(shards):
             trainer = trainer_of(data)(flat, data, shard, config.batch_size, spec, config.seed, rank)
             self._workers.append(worker(trainer, rank))
-        self._steps_received = [0] * config.workers
         self._returning: set[int] = set()
         self._kills: Counter[int] = Counter()
         # No shard is smaller than the last one, so that no other batch can be too small for the model.
@@ -223,7 +253,9 @@ class Simulation:
             self._event_trace.row((self._now, "restart", "worker", rank, "by the profile"))
             trainer = self._workers[rank].trainer
             worker = self._workers[rank] = self._worker(trainer, rank)
-            worker.core.steps = trainer.steps = self._steps_received[rank]
+            had = self._server.progress(rank)
+            worker.core.begin(had.steps, had.seq)
+            trainer.steps = had.steps
             if self._limit is not None and worker.core.steps >= self._limit:
                 worker.core.stop()  # the one whose place it takes was at its end
             self._join(rank)
@@ -294,14 +326,12 @@ class Simulation:
         if worker.dead:
             return
         rank = worker.core.worker
-        declined, received = self._server.declined, self._server.received
+        declined = self._server.declined
         replies = self._server.push(rank, push, vector, self._now, n_bytes, self._cpu_s)
         if self._server.declined > declined:
             self._event_trace.row((self._now, "declined", "worker", rank, f"push {push.seq} is not finite"))
             if not any(isinstance(reply.message, Declined) for reply in replies):
                 self._event_trace.row((self._now, "fresh", "worker", rank, "told to pull afresh"))
-        elif self._server.received > received:
-            self._steps_received[rank] += push.n_steps
         self._reply(replies)
 
     def _reply(self, replies: list[Outgoing]) -> None:
@@ -411,7 +441,7 @@ class Simulation:
             declined=self._server.declined,
             reached_s=self._reached_s,
             workers=[
-                WorkerTotals(rank, steps, traffic.rx_bytes, traffic.tx_bytes)
-                for rank, (steps, traffic) in enumerate(zip(self._steps_received, self._traffic, strict=True))
+                WorkerTotals(rank, self._server.progress(rank).steps, traffic.rx_bytes, traffic.tx_bytes)
+                for rank, traffic in enumerate(self._traffic)
             ],
         )

@@ -340,6 +340,8 @@ class SuiteRun:
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
             temporary.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise RunFailedError(f"cannot write {path}: {error.strerror}") from error
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from sapus_cli.codec import Declined, Leave, State, Stop
-from sapus_cli.errors import RemoteProtocolError
+from sapus_cli.codec import Declined, Leave, Push, State, Stop
+from sapus_cli.errors import DroppedError, RemoteProtocolError
 from sapus_cli.protocol import Phase, WorkerCore
 
 if TYPE_CHECKING:
     from sapus_cli.cluster import StepTimes
-    from sapus_cli.codec import FromServer, Push
+    from sapus_cli.codec import FromServer, Pull
     from sapus_cli.drivers.client import Client
     from sapus_cli.strategy import AnyStrategy, Vec
 
@@ -23,7 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class Steps(Protocol):
-    """What a worker trains: one flat local state, stepped in place."""
+    """What a worker trains: one flat local state, stepped in place.
+
+    `steps` is the number of steps taken, on which the next minibatch depends.
+    """
+
+    steps: int
 
     @property
     def vector(self) -> Vec:
@@ -70,18 +75,47 @@ class Worker:
         self._times = times
         self._overruns = 0
         self._time = 0.0
-        self._core = WorkerCore(
-            strategy, trainer.vector, client.welcome.rank, n_params, *client.buffers, wire=client.dtype
-        )
-        self._core.steps = client.welcome.steps
+        self._strategy = strategy
+        self._n_params = n_params
+        self._unanswered: Pull | Push | None = None
         self._released: float | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be what the server has just welcomed: the next in the life of this rank."""
+        welcome = self._client.welcome
+        self._core = WorkerCore(
+            self._strategy,
+            self._trainer.vector,
+            welcome.rank,
+            self._n_params,
+            *self._client.buffers,
+            wire=self._client.dtype,
+        )
+        self._core.begin(welcome.steps, welcome.seq)
+        self._trainer.steps = welcome.steps
+        self._unanswered = self._core.pull(self._fingerprint)
 
     def run(self) -> str:
         """Train. Returns why it ended: "done" or "halted"."""
-        self._client.send(self._core.pull(self._fingerprint))
-        reason = self._train()
-        self._client.send(Leave(reason=reason, overruns=self._overruns))
-        return reason
+        while True:
+            try:
+                self._ask()
+                reason = self._train()
+                self._client.send(Leave(reason=reason, overruns=self._overruns))
+            except DroppedError as dropped:
+                log.warning("%s", dropped)
+                self._client.renew()
+                if not self._client.welcome.resumed:
+                    log.warning("begins anew at step %d", self._client.welcome.steps)
+                    self._begin()
+            else:
+                return reason
+
+    def _ask(self) -> None:
+        """Send what there is no answer to, as if for the first time."""
+        if self._unanswered is not None:
+            self._client.send(self._unanswered, self._core.outgoing if isinstance(self._unanswered, Push) else None)
 
     def _train(self) -> str:
         core = self._core
@@ -113,6 +147,7 @@ class Worker:
             return
         if self._times is not None:
             push = msgspec.structs.replace(push, sent_s=self._time)
+        self._unanswered = push
         self._client.send(push, self._core.outgoing)
 
     def _pad(self, begin: float) -> float:
@@ -155,6 +190,7 @@ class Worker:
         if isinstance(message, Stop):
             self._core.stop()
             return
+        self._unanswered = None
         if isinstance(message, Declined):
             self._core.on_declined(message)
             return

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
+import itertools
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -35,6 +36,7 @@ from sapus_cli.drivers.bench.plan import (
     counted,
     pushed,
 )
+from sapus_cli.drivers.process import fork_server
 from sapus_cli.errors import InterruptedRunError, RunFailedError
 
 if TYPE_CHECKING:
@@ -75,20 +77,6 @@ def room() -> Room:
     return Room(n_bytes if free_bytes is None else min(n_bytes, free_bytes), sys.maxsize if unlimited else files)
 
 
-def _fork_server() -> ForkServerContext:
-    """The context that processes are forked from; its server begins to import now what they all need."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    # The server inherits this: Ctrl-C would end its imports in a traceback.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return context
-
-
 class Bench:
     """Measures one thing after the other; as a context, it sees to it that a signal ends everything.
 
@@ -99,7 +87,10 @@ class Bench:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._context = _fork_server()
+        self._folder = Path(tempfile.mkdtemp(prefix="sapus-bench-"))
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self._context = fork_server(PRELOAD, str(self._folder))
+        self._teams = itertools.count()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -109,10 +100,12 @@ class Bench:
             raise InterruptedRunError(f"interrupted by {signal.Signals(number).name}")
 
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, interrupt)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -144,13 +137,15 @@ class Bench:
 
     @contextmanager
     def _team(self, who: str, elements: int, workers: int, transport: str = "") -> Iterator[Team]:
-        with tempfile.TemporaryDirectory(prefix="sapus-bench-", ignore_cleanup_errors=True) as folder:
-            team = Team(self._context, who, Job(elements, workers, self._seconds, folder, transport))
-            try:
-                yield team
-            finally:
-                with _signals_wait():
-                    team.end()
+        folder = self._folder / str(next(self._teams))
+        folder.mkdir()
+        team = Team(self._context, who, Job(elements, workers, self._seconds, str(folder), transport))
+        try:
+            yield team
+        finally:
+            with _signals_wait():
+                team.end()
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -1,0 +1,524 @@
+"""What is left when connections and processes go: the cores and the drivers, without processes of their own."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import random
+import select
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import zmq
+
+from sapus_cli import registry, traces
+from sapus_cli.checkpoint import Checkpoints
+from sapus_cli.cluster import ClusterProfile
+from sapus_cli.codec import Declined, Dropped, Pull, Push, State, Stop, Welcome, decode_from_server, encode
+from sapus_cli.config import Recovery
+from sapus_cli.drivers.attendance import Attendance
+from sapus_cli.drivers.client import Client
+from sapus_cli.drivers.control import Ended, Gone, Happened, Released, Restart, hear, tell
+from sapus_cli.drivers.launch import pause_s
+from sapus_cli.drivers.server import Server, bind
+from sapus_cli.drivers.worker import Worker
+from sapus_cli.errors import DroppedError
+from sapus_cli.protocol import Outgoing, ServerCore
+from sapus_cli.strategy import Setting
+from strategies.adacomm import AdaComm
+from strategies.asp import Asp
+from strategies.bsp import Bsp
+from strategies.easgd import Easgd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sapus_cli.strategy import AnyStrategy
+
+
+def push(seq: int, version: int = 0, **more: Any) -> Push:
+    fields: dict[str, Any] = {"n_steps": 1, "n_samples": 1, "loss": 1.0, "step_s": 0.1, "exchange_s": 0.0} | more
+    return Push(seq=seq, version=version, **fields)
+
+
+def started(strategy: AnyStrategy, n_workers: int = 2, x0: float = 0.0) -> ServerCore:
+    core = ServerCore(strategy, torch.tensor([x0]), n_workers)
+    for rank in range(n_workers):
+        core.join(rank, 0.0)
+    return core
+
+
+def sent(replies: list[Outgoing]) -> State:
+    """The header of the one reply."""
+    (reply,) = replies
+    assert isinstance(reply.message, State)
+    return reply.message
+
+
+# What is sent again.
+
+
+def test_a_push_that_is_sent_again_counts_once_and_is_answered_with_the_state_of_now() -> None:
+    core = started(Asp())
+    assert sent(core.push(0, push(1), torch.tensor([2.0]), 1.0, 0)).version == 1
+    core.push(1, push(1), torch.tensor([4.0]), 2.0, 0)
+    (again,) = core.push(0, push(1), torch.tensor([2.0]), 3.0, 0)
+    assert again.vector is core.state.x
+    assert (core.state.x.item(), core.received, sent([again]).version, again.row) == (3.0, 2, 2, None)
+    assert core.push(0, push(2, 2), torch.tensor([2.0]), 4.0, 0)[0].row is not None
+    assert core.push(0, push(1), torch.tensor([2.0]), 5.0, 0) == [], "an older one is not answered"
+
+
+def test_a_push_that_is_sent_again_while_it_waits_still_waits() -> None:
+    core = started(Bsp())
+    assert core.push(0, push(1), torch.tensor([2.0]), 1.0, 0) == []
+    assert core.push(0, push(1), torch.tensor([2.0]), 2.0, 0) == []
+    replies = core.push(1, push(1), torch.tensor([4.0]), 3.0, 0)
+    assert [reply.worker for reply in replies] == [0, 1]
+    assert (core.state.x.item(), core.received) == (3.0, 2)
+
+
+def test_what_a_strategy_sent_is_sent_again_as_it_was() -> None:
+    # alpha = 0.8 / 2: w = 10 - 0.4 (10 - 0) = 6.
+    core = started(Easgd(beta=0.8, h=1))
+    for now in (1.0, 2.0):
+        (reply,) = core.push(0, push(1), torch.tensor([10.0]), now, 0)
+        assert reply.vector is not None
+        assert reply.vector.item() == pytest.approx(6.0)
+    assert core.state.x.item() == pytest.approx(4.0)
+
+    core = started(AdaComm(h0=8, t0_s=1.0), 1)
+    first = sent(core.push(0, push(1), torch.tensor([1.0]), 5.0, 0))
+    assert first.hint == {"h": 4.0}
+    assert sent(core.push(0, push(1), torch.tensor([1.0]), 6.0, 0)).hint == {"h": 4.0}
+
+
+def test_what_was_declined_is_declined_again() -> None:
+    core = started(Asp())
+    for now in (1.0, 2.0):
+        (reply,) = core.push(0, push(1, loss=math.nan), torch.tensor([1.0]), now, 0)
+        assert reply.message == Declined(seq=1)
+    assert (core.declined, core.state.x.item()) == (1, 0.0)
+
+
+def test_a_pull_that_is_sent_again_is_answered_again_until_the_first_push() -> None:
+    core = ServerCore(Asp(), torch.zeros(1), 2)
+    assert core.join(0, 0.0) == []
+    assert core.join(0, 0.1) == [], "it is still too early"
+    assert [reply.worker for reply in core.join(1, 0.2)] == [0, 1]
+    core.push(1, push(1), torch.tensor([4.0]), 1.0, 0)
+    again = sent(core.join(0, 2.0))
+    assert (again.fresh, again.version, core.state.members) == (True, 1, {0, 1})
+
+
+# What is kept.
+
+
+def test_a_core_goes_on_in_another_one(tmp_path: Path) -> None:
+    strategy = Bsp()
+    core = started(strategy, 4)
+    for seq in (1, 2):
+        for rank in range(4):
+            core.push(rank, push(seq, 4 * (seq - 1), n_samples=8), torch.tensor([1.0 + rank]), seq, 10)
+    assert core.state.x.item() == 2 * 2.5
+    core.push(2, push(3, 8, n_samples=8), torch.tensor([10.0]), 3.5, 10)
+    core.push(0, push(3, 8, n_samples=8), torch.tensor([20.0]), 3.0, 10)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(core.saved())
+    core.push(1, push(3, 8), torch.tensor([77.0]), 4.0, 10)  # is lost
+
+    found = checkpoints.load().newest
+    assert found is not None
+    after = ServerCore(strategy, torch.zeros(1), 4)
+    rows = after.restore(found.tree, 6.0, started=True)
+    # The round ends without those that are gone: the mean of 10 and 20.
+    assert after.state.x.item() == 5.0 + 15.0
+    assert (after.version, after.received, after.samples, after.steps) == (10, 10, 80, 10)
+    assert [(row.worker, row.seq, row.held_s) for row in rows] == [(0, 3, 3.0), (2, 3, 2.5)]
+    assert [row.info["weight"] for row in rows] == [0.5, 0.5]
+    assert after.state.members == after.waiting == set()
+    assert [after.progress(rank).seq for rank in range(4)] == [3, 2, 3, 2]
+
+    assert sent(after.join(1, 7.0)).fresh, "it need not wait for the others"
+    assert sent(after.push(1, push(3, 10), torch.tensor([1.0]), 8.0, 10)).version == 11
+    assert after.state.x.item() == 21.0
+
+
+def test_a_whole_run_goes_on_when_all_are_there() -> None:
+    core = started(Asp())
+    core.push(0, push(1), torch.tensor([2.0]), 1.0, 0)
+    after = ServerCore(Asp(), torch.zeros(1), 2)
+    assert after.restore(core.saved(), 1.0, started=False) == []
+    assert after.join(1, 1.0) == []
+    assert [reply.worker for reply in after.join(0, 1.0)] == [0, 1]
+    assert (after.state.x.item(), after.version) == (1.0, 1)
+
+
+# Who is there.
+
+
+def test_attendance() -> None:
+    attendance = Attendance(3, least=2, patience_s=10.0)
+    assert attendance.enough
+    attendance.lose(0)
+    assert attendance.is_missing(0)
+    assert (attendance.enough, attendance.fails(1.0)) == (True, False)
+    attendance.expect(1)
+    assert (attendance.enough, attendance.expects, attendance.is_missing(1)) == (True, True, True)
+    attendance.lose(1)
+    assert (attendance.enough, attendance.expects) == (False, False)
+    assert [attendance.fails(now) for now in (5.0, 15.0, 15.1)] == [False, False, True]
+    attendance.arrive(0)
+    assert not attendance.is_missing(0)
+    assert [attendance.fails(now) for now in (16.0, 99.0)] == [False, False]
+    attendance.lose(0)
+    assert [attendance.fails(now) for now in (100.0, 109.0)] == [False, False], "it counts from when they are too few"
+
+
+def test_who_is_expected_until_then_is_overdue_afterwards() -> None:
+    attendance = Attendance(2, least=1, patience_s=10.0)
+    attendance.expect(0, 5.0)
+    attendance.expect(1)
+    assert (attendance.overdue(5.0), attendance.overdue(5.1)) == ([], [0])
+
+
+# What the drivers make of it.
+
+
+class Counting:
+    """Steps that add 1 to the first element."""
+
+    def __init__(self, elements: int = 3, step_s: float = 0.0) -> None:
+        self.vector = torch.zeros(elements)
+        self.steps = 0
+        self._step_s = step_s
+
+    def step(self) -> tuple[float, int]:
+        self.vector[0] += 1
+        self.steps += 1
+        time.sleep(self._step_s)
+        return 1.0, 1
+
+    def forget(self) -> None:
+        pass
+
+
+class Script:
+    """A connection whose server says what stands in a list; None is the news that it knows us no more."""
+
+    buffers = (None, None)
+    dtype = torch.float32
+
+    def __init__(self, said: list[State | Stop | None], after: Welcome) -> None:
+        self.welcome = Welcome(protocol=1, rank=0, elements=3, fingerprint="f", beat_s=1.0)
+        self.heard: list[tuple[Any, float | None]] = []
+        self._said = said
+        self._after = after
+
+    def send(self, message: Any, vector: Any = None) -> None:
+        self.heard.append((message, None if vector is None else vector[0].item()))
+
+    def receive(self, into: Any, timeout_ms: int | None) -> State | Stop | None:
+        if timeout_ms == 0:
+            return None
+        said = self._said.pop(0)
+        if said is None:
+            raise DroppedError
+        return said
+
+    def renew(self) -> None:
+        self.welcome = self._after
+
+
+def worked(script: Script, steps: int) -> list[tuple[Any, float | None]]:
+    worker = Worker(script, Asp(), Counting(), fingerprint="f", n_params=3, steps=steps, seconds=None)  # type: ignore[arg-type]
+    assert worker.run() == "done"
+    return script.heard
+
+
+def test_who_is_taken_up_again_says_again_what_was_not_answered() -> None:
+    after = Welcome(protocol=1, rank=0, elements=3, fingerprint="f", beat_s=1.0, resumed=True)
+    fresh, plain = State(version=0, t_s=0.0, fresh=True), State(version=1, t_s=0.1)
+    heard = worked(Script([None, fresh, None, plain, plain], after), 2)
+    kinds = [type(message).__name__ for message, _ in heard]
+    assert kinds == ["Pull", "Pull", "Push", "Push", "Push", "Leave"]
+    assert heard[2] == heard[3], "the same push, the same vector"
+    assert [message.seq for message, _ in heard[2:5]] == [1, 1, 2]
+
+
+def test_who_was_let_go_begins_anew_where_the_server_has_got_to() -> None:
+    after = Welcome(protocol=1, rank=0, elements=3, fingerprint="f", beat_s=1.0, steps=4, seq=2)
+    fresh, plain = State(version=0, t_s=0.0, fresh=True), State(version=1, t_s=0.1)
+    heard = worked(Script([fresh, None, fresh, plain, plain], after), 6)
+    assert [type(message).__name__ for message, _ in heard] == ["Pull", "Push", "Pull", "Push", "Push", "Leave"]
+    assert [message.seq for message, _ in heard if isinstance(message, Push)] == [1, 3, 4]
+    assert heard[4][0].last, "step 6 of 6"
+
+
+class Proxy:
+    """A TCP relay whose connections can be cut."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._to = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._other: dict[socket.socket, socket.socket] = {}
+        self._cut = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            if self._cut.is_set():
+                self._cut.clear()
+                for end in list(self._other):
+                    self._drop(end)
+            ready, _, _ = select.select([self._listener, *self._other], [], [], 0.01)
+            for end in ready:
+                if end is self._listener:
+                    ours, _ = end.accept()
+                    theirs = socket.create_connection(self._to)
+                    self._other |= {ours: theirs, theirs: ours}
+                elif end in self._other:
+                    self._relay(end)
+        for end in [*self._other, self._listener]:
+            end.close()
+
+    def _relay(self, end: socket.socket) -> None:
+        try:
+            data = end.recv(1 << 16)
+            if data:
+                self._other[end].sendall(data)
+                return
+        except OSError:
+            pass
+        self._drop(end)
+
+    def _drop(self, end: socket.socket) -> None:
+        other = self._other.pop(end, None)
+        if other is not None:
+            self._other.pop(other, None)
+            end.close()
+            other.close()
+
+
+class Serving:
+    """A server in a thread, and what it tells its launcher."""
+
+    def __init__(self, folder: Path, strategy: AnyStrategy, n_workers: int, **more: Any) -> None:
+        self._socket, self.endpoint = bind(more.pop("endpoint", "tcp://127.0.0.1:*"), 3)
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.trace = traces.Trace(folder / "pushes.csv", traces.push_columns(strategy.columns))
+        self.server = Server(
+            self._socket,
+            strategy,
+            torch.zeros(3),
+            n_workers=n_workers,
+            profile=ClusterProfile(),
+            setting=Setting(),
+            fingerprint="f",
+            config=b"{}",
+            launcher=theirs,
+            pushes=self.trace,
+            target_accuracy=None,
+            recovery=more.pop("recovery", Recovery()),
+            checkpoints=more.pop("checkpoints", None),
+        )
+        self.said: list[Any] = []
+        self.ended: list[Ended] = []
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        try:
+            self.ended.append(self.server.run())
+        except (EOFError, OSError):
+            pass  # the launcher is gone
+        finally:
+            self._socket.close(linger=0)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def listen(self, seconds: float = 0.0) -> list[Any]:
+        """What has been said so far."""
+        while self.pipe.poll(seconds):
+            self.said.append(hear(self.pipe))
+        return self.said
+
+    def events(self, kind: str) -> list[Happened]:
+        return [line for line in self.listen() if isinstance(line, Happened) and line.event == kind]
+
+    def finish(self) -> Ended:
+        """Play the evaluator that ends the run, and wait for the end."""
+        evaluator(self.endpoint)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.trace.close()
+        (ended,) = self.ended
+        return ended
+
+    def kill(self) -> None:
+        """End without a word, as far as a thread can."""
+        self.pipe.close()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+def evaluator(endpoint: str) -> None:
+    from sapus_cli.codec import Evaluated, Snapshot  # noqa: PLC0415
+
+    client = Client(endpoint, "evaluator")
+    while True:
+        client.send(Snapshot())
+        state = client.receive(torch.empty(3), 20_000)
+        while not isinstance(state, State):
+            state = client.receive(torch.empty(3), 20_000)
+        said = Evaluated(state.t_s, state.version, state.samples, loss=1.0, accuracy=0.5, final=state.final)
+        client.send(said)
+        if state.final:
+            break
+        time.sleep(0.05)
+    client.close()
+
+
+@contextmanager
+def working(
+    endpoint: str, strategy: AnyStrategy, n: int, steps: int, step_s: float
+) -> Iterator[list[threading.Thread]]:
+    """So many workers in threads; waits for their end."""
+
+    def work(rank: int) -> None:
+        client = Client(endpoint, "worker", rank)
+        Worker(client, strategy, Counting(3, step_s), fingerprint="f", n_params=3, steps=steps, seconds=None).run()
+        client.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["local-sgd-async", "bsp", "easgd", "sapus"])
+def test_no_push_is_lost_or_counted_twice_however_often_connections_break(tmp_path: Path, name: str) -> None:
+    rng = random.Random(7)  # noqa: S311 - it is to be the same every time
+    strategy = registry.build(name, {"h": 2} if name in {"local-sgd-async", "easgd"} else {})
+    serving = Serving(tmp_path, strategy, 3)
+    serving.start()
+    proxy = Proxy(serving.endpoint)
+    with working(proxy.endpoint, strategy, 3, 300, 0.003):
+        while not serving.server.core.started:
+            time.sleep(0.01)
+        for _ in range(8):
+            proxy.cut()
+            time.sleep(rng.uniform(0.02, 0.3))
+    ended = serving.finish()
+    proxy.close()
+    assert (ended.steps, ended.samples) == (900, 900)
+    assert len(serving.events("reconnect")) > 0
+    assert not serving.events("drop")
+    rows = traces.read_trace(tmp_path, "pushes")
+    assert len(rows) == ended.pushes
+    for rank in range(3):
+        seqs = sorted(rows.filter(rows["worker"] == rank)["seq"])
+        assert seqs == list(range(1, len(seqs) + 1))
+    if name != "easgd":  # which sends states, not updates
+        assert float(serving.server.core.state.x[0]) == pytest.approx(float((rows["weight"] * rows["n_steps"]).sum()))
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_in_the_place_of_another(tmp_path: Path) -> None:
+    strategy = registry.build("local-sgd-async", {"h": 2})
+    checkpoints = Checkpoints(tmp_path)
+    first = Serving(tmp_path, strategy, 2, checkpoints=checkpoints, recovery=Recovery(checkpoint_every_s=0.3))
+    first.start()
+    with working(first.endpoint, strategy, 2, 500, 0.004):
+        while len(first.events("checkpoint")) < 3:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        first.kill()
+        first.trace.close()
+        released = next(line.monotonic_s for line in first.said if isinstance(line, Released))
+        found = checkpoints.load().newest
+        assert found is not None
+        traces.cut(tmp_path / "pushes.csv", found.tree["pushes_csv_bytes"])
+        second = Serving(tmp_path, strategy, 2, checkpoints=checkpoints, endpoint=first.endpoint)
+        second.server.restore(found.tree, Restart("", released))
+        second.start()
+    ended = second.finish()
+    assert (ended.steps, ended.samples) == (1000, 1000)
+    assert len(second.events("join")) == 2
+    rows = traces.read_trace(tmp_path, "pushes")
+    assert len(rows) == ended.pushes == len(rows.unique(["worker", "seq"]))
+    assert rows["t_s"].is_sorted()
+    assert float(second.server.core.state.x[0]) == pytest.approx(float((rows["weight"] * rows["n_steps"]).sum()))
+
+
+@pytest.mark.slow
+def test_who_is_silent_is_dropped_and_a_barrier_goes_on(tmp_path: Path) -> None:
+    strategy = registry.build("bsp", {})
+    serving = Serving(tmp_path, strategy, 2, recovery=Recovery(worker_timeout_s=0.6))
+    serving.start()
+    silent = Client(serving.endpoint, "worker", 1)
+    silent.send(Pull(fingerprint="f"))
+    with working(serving.endpoint, strategy, 1, 5, 0.0):
+        assert silent._heart is not None
+        while not serving.server.core.started:
+            time.sleep(0.01)
+        silent._heart.stop()
+    assert [event.rank for event in serving.events("drop")] == [1]
+    assert isinstance(silent.receive(torch.empty(3), 5000), State)
+    with pytest.raises(DroppedError):
+        silent.receive(torch.empty(3), 5000)
+    silent._heart = None
+    silent.close()
+    ended = serving.finish()
+    assert ended.steps == 5
+
+
+def test_news_of_a_worker_that_never_came_is_taken(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, Asp(), 2)
+    tell(serving.pipe, Gone("worker", 1, returns=True))
+    serving.server._hear()
+    assert serving.server._attendance.is_missing(1)
+    tell(serving.pipe, Gone("worker", 1))
+    serving.server._hear()
+    assert serving.server._attendance.lost == {1}
+    serving._socket.close(linger=0)
+    serving.trace.close()
+
+
+def test_a_push_over_a_connection_that_broke_is_dropped_wherever_its_vector_lies(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, Asp(), 1)
+    serving.start()
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    client.connect(serving.endpoint)
+    for frames in ([], [b"x" * 12], [b"x" * 6]):  # shared memory, float32, float16
+        client.send_multipart([encode(push(1)), *frames])
+        assert decode_from_server(client.recv_multipart()[0]) == Dropped()
+    client.close(linger=0)
+    serving.kill()
+    serving.trace.close()
+
+
+def test_the_pause_before_a_restart_has_a_bound() -> None:
+    assert [pause_s(n) for n in (0, 1, 2, 3, 4, 10_000)] == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
