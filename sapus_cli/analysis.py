@@ -259,6 +259,7 @@ def setting_of(run: Run) -> dict[str, Any]:
         "clock": run.clock,
         **_flat(config),
         "device": record.get("device"),
+        "curve": bool((record.get("transport") or {}).get("curve")),
         "data": (record.get("data") or {}).get("sha256"),
         "model_layout": (record.get("model") or {}).get("fingerprint"),
         **_flat(cluster, "cluster."),

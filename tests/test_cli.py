@@ -28,8 +28,9 @@ RUN_OPTIONS = (
     *("--epochs", "--steps", "--seconds", "--target-accuracy", "--eval-every"),
     *("--cluster", "--step-time", "--link", "--slow", "--pause", "--fault", "--wire-scale"),
 )
+FAULT_OPTIONS = ("--worker-timeout", "--min-workers", "--max-restarts", "--checkpoint-every")
 COMMANDS = {
-    "run": [*RUN_OPTIONS, "--port", "--transport"],
+    "run": [*RUN_OPTIONS, *FAULT_OPTIONS, "--port", "--transport", "--resume"],
     "simulate": [*RUN_OPTIONS, "--seeds", "--jobs"],
     "suite": ["--jobs", "--dry-run", "--clock", "--retry", "--results", "--quiet"],
     "validate": [
@@ -41,7 +42,7 @@ COMMANDS = {
         "--strategies",
     ],
     "calibrate": ["--cluster", "--output"],
-    "server": [*RUN_OPTIONS, "--bind", "--join-file", "--join-expires", "--advertise", "--insecure"],
+    "server": [*RUN_OPTIONS, *FAULT_OPTIONS, "--bind", "--join-file", "--join-expires", "--advertise", "--insecure"],
     "worker": ["--connect", "--join", "--rank", "--data-dir", "--threads"],
     "show": ["--json"],
     "compare": ["--target", "--baseline", "--metrics", "--sort", "--format", "--force"],

@@ -143,6 +143,10 @@ class PretendedPipe:
         """A line from the server."""
         self.lines += 1
 
+    def poll(self) -> bool:
+        """Whether there is a line to the server."""
+        return bool(self.heard)
+
     def recv_bytes(self) -> bytes:
         """A line to the server."""
         return msgspec.msgpack.encode(self.heard.pop(0))

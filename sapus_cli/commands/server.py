@@ -38,8 +38,7 @@ EXAMPLES = (
     "Examples:\n\n"
     "sapus server --bind tcp://127.0.0.1:5555 --strategy asp --workers 2\n\n"
     "sapus worker --connect tcp://127.0.0.1:5555\n\n"
-    "For workers on other machines:\n\n"
-    "sapus server --bind tcp://0.0.0.0:5555 --join-file join.toml --strategy asp --workers 2\n\n"
+    "sapus server --bind tcp://0.0.0.0:5555 --join-file join.toml --workers 2\n\n"
     "sapus worker --join join.toml"
 )
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost")

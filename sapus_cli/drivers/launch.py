@@ -129,6 +129,8 @@ class _Child:
     sample: tuple[float, float] | None = None
     silent: bool = False
     restarted: bool = False
+    begun: bool = False
+    ended_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -189,6 +191,8 @@ class Launcher:
         self._incomplete: set[tuple[str, int]] = set()
         self._killed: set[int] = set()
         self._deaths: Counter[tuple[str, int]] = Counter()
+        self._gone: dict[tuple[str, int], Gone] = {}
+        self._absent: set[int] = set()
         self._due: list[tuple[float, str, int]] = []
         self._last_failure = ""
         self._last_status: Status | None = None
@@ -241,7 +245,7 @@ class Launcher:
             if self._resume is not None:
                 self._note_event(Happened(bound.checkpoint_s, "resume", "launcher", 0, "from the checkpoint"))
             for child in self._children:
-                self._tell(child, Begin(str(self._folder), self._bound))
+                self._begin(child)
             try:
                 self._watch()
             except BaseException as error:
@@ -376,6 +380,11 @@ class Launcher:
             self._cause_faults()
             self._sample()
 
+    def _hear_out(self, child: _Child) -> None:
+        """Listen to all that a child has said."""
+        while not child.silent and child.pipe.poll():
+            self._listen(child)
+
     def _listen(self, child: _Child) -> None:
         try:
             line = hear(child.pipe)
@@ -389,10 +398,8 @@ class Launcher:
                 self._observer.released(self._startup_s)
             case Status():
                 self._note_status(child, line)
-            case Happened(event="incomplete" | "complete"):
-                self._note_trace(TRACE_OF[line.role], child.process.pid or 0, line.role, line.event, line.detail)
             case Happened():
-                self._note_event(line)
+                self._hear_of(child, line)
             case Measured():
                 self._evals.append(line)
                 self._observer.measured(line)
@@ -401,11 +408,26 @@ class Launcher:
                 self._ended_s = time.monotonic()
                 self._end_late_comers()
             case Bound():
-                self._tell(child, Begin(str(self._folder), self._bound))
+                self._begin(child)
             case Failed() | Unusable():
                 raise RunFailedError(f"{line.reason}\n{self._last_failure}".strip())
             case _:
                 raise RunFailedError(f"the {child.name} said {line!r}")
+
+    def _hear_of(self, child: _Child, event: Happened) -> None:
+        if event.event in {"incomplete", "complete"}:
+            self._note_trace(TRACE_OF[event.role], child.process.pid or 0, event.role, event.event, event.detail)
+            return
+        if event.event == "join":
+            self._absent.discard(event.rank)
+        self._note_event(event)
+
+    def _begin(self, child: _Child) -> None:
+        child.begun = True
+        self._tell(child, Begin(str(self._folder), self._bound))
+        if child.role == "server":
+            for gone in self._gone.values():
+                self._tell(child, gone)
 
     @staticmethod
     def _tell(child: _Child, line: Line) -> None:
@@ -423,7 +445,7 @@ class Launcher:
             self._halt_by = now + HALT_S
             self._note_event(Happened(self._now(), "signal", "launcher", 0, self._signals[0]))
             self._tell_server(Halt())
-        server_gone = not any(child.role == "server" and not child.silent for child in self._children)
+        server_gone = not any(child.role == "server" and child.begun and not child.silent for child in self._children)
         if self._ended is not None or server_gone or now > self._halt_by or len(self._signals) > 1:
             raise InterruptedRunError(f"interrupted by {self._signals[0]}")
 
@@ -434,8 +456,11 @@ class Launcher:
             RunFailedError: it cannot go on.
         """
         dead = [child for child in self._children if child.process.exitcode not in {None, 0}]
+        for child in dead:
+            self._hear_out(child)
         if self._halt_by is not None or self._ended is not None:
             return
+        self._look_for_done()
         for child in sorted(dead, key=lambda child: child.role != "server"):
             how = _how(child.process.exitcode)
             failure = f"the {child.name} process {how}\n{_last_lines(self._folder / 'logs' / child.log)}".strip()
@@ -449,7 +474,27 @@ class Launcher:
                 key = (child.role, child.rank)
                 self._due.append((time.monotonic() + pause_s(self._deaths[key]), *key))
                 self._deaths[key] += 1
-            self._tell_server(Gone(child.role, child.rank, returns=again))
+            self._tell_gone(Gone(child.role, child.rank, returns=again))
+
+    def _look_for_done(self) -> None:
+        """Start again who has come to its end without the server that runs now having heard of it.
+
+        A worker that ended after its server died, and that the next one has not seen, has said its last word to nobody.
+        The evaluator ends when it has tested the final state, and so does the server then, if it was told.
+        """
+        done = [child for child in self._children if child.process.exitcode == 0 and child.role != "server"]
+        server = next((child for child in self._children if child.role == "server" and child.begun), None)
+        if not done or server is None:
+            return
+        self._hear_out(server)  # that it has seen a worker may still be unread
+        now = time.monotonic()
+        for child in done:
+            child.ended_s = child.ended_s or now
+            unheard = child.rank in self._absent if child.role == "worker" else now > child.ended_s + END_S
+            if unheard and self._ended is None:
+                self._put_down(child)
+                self._note_event(Happened(self._now(), "restart", child.role, child.rank, "it ended unheard"))
+                self._start_child_again(child.role, child.rank)
 
     def _may_start_again(self, child: _Child) -> bool:
         """A server that ends by an error of its own would come to it again: it is started again only if it was killed.
@@ -469,26 +514,28 @@ class Launcher:
 
     def _start_again(self) -> None:
         """Start what has died and waited long enough; with a server also the workers that had ended before."""
+        if self._ended is not None or self._halt_by is not None:
+            return
         now = time.monotonic()
         due = [entry for entry in self._due if entry[0] <= now]
         self._due = [entry for entry in self._due if entry[0] > now]
         for _, role, rank in due:
             self._note_event(Happened(self._now(), "restart", role, rank, f"number {self._deaths[role, rank]}"))
-            if role == "worker":
-                self._restart_worker(rank)
-            elif role == "evaluator":
-                self._tell(self._start_evaluator(), Begin(str(self._folder), self._bound))
-            else:
+            if role == "server":
                 self._restart_server()
+            else:
+                self._start_child_again(role, rank)
 
-    def _restart_worker(self, rank: int) -> None:
-        child = self._start_worker(rank)
-        child.restarted = True
-        self._tell(child, Begin(str(self._folder), self._bound))
+    def _start_child_again(self, role: str, rank: int) -> None:
+        self._gone.pop((role, rank), None)
+        child = self._start_worker(rank) if role == "worker" else self._start_evaluator()
+        child.restarted = role == "worker"
+        self._begin(child)
 
     def _restart_server(self) -> None:
         self._endpoint = self._bound
         self._start_server(Restart(str(self._folder), self._released_s, self._last_status))
+        self._absent = set(range(self._config.workers))
         if not self._own_workers:
             return
         pending = {rank for _, role, rank in self._due if role == "worker"} | self._killed
@@ -498,7 +545,7 @@ class Launcher:
                 self._put_down(child)
                 child = None
             if child is None and rank not in pending:
-                self._restart_worker(rank)
+                self._start_child_again("worker", rank)
 
     def _cause_faults(self) -> None:
         """Kill and restart workers as the profile says."""
@@ -512,7 +559,7 @@ class Launcher:
             elif fault.worker in self._killed:
                 self._killed.discard(fault.worker)
                 self._note_event(Happened(self._now(), "restart", "worker", fault.worker, "by the profile"))
-                self._restart_worker(fault.worker)
+                self._start_child_again("worker", fault.worker)
 
     def _kill(self, rank: int) -> None:
         child = next((c for c in self._children if c.role == "worker" and c.rank == rank), None)
@@ -524,11 +571,17 @@ class Launcher:
         self._killed.add(rank)
         self._note_event(Happened(self._now(), "fault", "worker", rank, "killed by the profile"))
         returns = any(fault.kind == "restart" and fault.worker == rank for fault in self._faults)
-        self._tell_server(Gone("worker", rank, returns=returns))
+        self._tell_gone(Gone("worker", rank, returns=returns))
+
+    def _tell_gone(self, gone: Gone) -> None:
+        """Say who is missing, also to a server that takes the place of this one meanwhile."""
+        if gone.role != "server":
+            self._gone[gone.role, gone.rank] = gone
+        self._tell_server(gone)
 
     def _tell_server(self, line: Line) -> None:
         for child in self._children:
-            if child.role == "server":
+            if child.role == "server" and child.begun:
                 self._tell(child, line)
 
     def _end_late_comers(self) -> None:

@@ -141,7 +141,8 @@ class Peer:
 
     `incarnation` is a number that only it has; `heard_s` is when it was heard last, on the monotonic clock.
     `dtype` is what its vectors are made of, `segment` the memory that it shares with the server, if it does; `held` is
-    how many of its messages an emulated link has.
+    how many of its messages an emulated link has; `answered` is over which connection the last reply went, and to which
+    push.
     """
 
     identity: bytes
@@ -157,6 +158,7 @@ class Peer:
     loss: float = float("nan")
     left: bool = False
     reconnected_s: float = 0.0
+    answered: tuple[bytes, int] | None = None
 
 
 def bind(endpoint: str, elements: int, security: ServerKeys | None = None) -> tuple[zmq.Socket[bytes], str]:
@@ -532,8 +534,10 @@ class Server:
         if known is not None and known.role == hello.role:
             self._greet_again(known, identity)
             return
+        while not self._has_place(hello) and self._launcher.poll():
+            self._hear()  # that somebody is dead, whose place this one is to take
         rank = self._rank(hello) if hello.role == "worker" else 0
-        if hello.role == "evaluator" and any(peer.role == "evaluator" for peer in self._peers.values()):
+        if not self._has_place(hello):
             raise RemoteProtocolError("the evaluator is here already")
         peer = Peer(identity, hello.role, rank, hello.incarnation, time.monotonic())
         if hello.role == "worker":
@@ -562,9 +566,18 @@ class Server:
         if self._stopped:
             self._send(identity, Stop(flush=self._halt_by is None))
 
+    def _free_ranks(self) -> list[int]:
+        return [r for r in range(self._n_workers) if r not in self._workers or self._attendance.is_missing(r)]
+
+    def _has_place(self, hello: Hello) -> bool:
+        if hello.role == "evaluator":
+            return not any(peer.role == "evaluator" for peer in self._peers.values())
+        free = self._free_ranks()
+        return hello.rank in free or (hello.rank < 0 and bool(free))
+
     def _rank(self, hello: Hello) -> int:
         """The rank of a new worker."""
-        free = [r for r in range(self._n_workers) if r not in self._workers or self._attendance.is_missing(r)]
+        free = self._free_ranks()
         if not free:
             raise RemoteProtocolError(f"all {self._n_workers} workers are here already")
         rank = free[0] if hello.rank < 0 else hello.rank
@@ -613,8 +626,13 @@ class Server:
             raise RemoteProtocolError(
                 "your model has another layout than the server's: use the same options and versions"
             )
+        if self._end_s is not None:
+            self._send(peer.identity, Stop(flush=False))
+            return
         rejoins = self.core.has(peer.rank)
         replies = self.core.join(peer.rank, self.now)
+        if rejoins and self._is_answered(peer, self.core.progress(peer.rank).seq):
+            return
         self._attendance.arrive(peer.rank)
         if peer.segment is not None:
             peer.segment.close()
@@ -631,12 +649,19 @@ class Server:
         if first:
             tell(self._launcher, Released(self._released))
 
+    @staticmethod
+    def _is_answered(peer: Peer, seq: int) -> bool:
+        """Whether what a worker sends again, having connected again, had its reply on this connection meanwhile."""
+        return peer.answered == (peer.identity, seq)
+
     def _release(self) -> None:
         self.save()
         self._released = time.monotonic() - self._resumed_s
         self._cpu_before_s -= time.process_time()  # what setting up took counts for nothing
 
     def _push(self, peer: Peer, message: Push, payload: Sequence[zmq.Frame], n_bytes: int) -> None:
+        if self._is_answered(peer, message.seq):
+            return
         vector = peer.segment.push if peer.segment else torch.frombuffer(payload[0].buffer, dtype=peer.dtype)
         declined, received = self.core.declined, self.core.received
         replies = self.core.push(
@@ -714,7 +739,8 @@ class Server:
 
     def _end_if_all_left(self) -> None:
         nobody_comes = self._stopped or (not self._attendance.expects and self._attendance.enough)
-        if all(worker.left for worker in self._workers.values()) and self.core.started and nobody_comes:
+        all_left = self.core.started and all(worker.left for worker in self._workers.values())
+        if all_left and nobody_comes and self._end_s is None:
             self._end()
 
     def _evaluated(self, message: Evaluated) -> None:
@@ -734,8 +760,7 @@ class Server:
         for peer in self._peers.values():
             if not peer.left and (peer.role == "worker" or not flush):
                 self._send(peer.identity, Stop(flush=flush))
-        if self._end_s is None:
-            self._end_if_all_left()
+        self._end_if_all_left()
 
     def _end(self) -> None:
         self._mark_end()
@@ -752,7 +777,9 @@ class Server:
     def _answer(self, replies: Sequence[Outgoing]) -> None:
         snapshot = self._snapshot(replies)
         for reply in replies:
-            sent = self._reply(self._workers[reply.worker], reply.message, reply.vector, snapshot)
+            peer = self._workers[reply.worker]
+            peer.answered = (peer.identity, self.core.progress(peer.rank).seq)
+            sent = self._reply(peer, reply.message, reply.vector, snapshot)
             if reply.row is not None:
                 self._write(reply.row, sent)
 
