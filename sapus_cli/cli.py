@@ -177,7 +177,7 @@ def run_line(line: list[str]) -> int:
 
 def _text(error: BaseException) -> str:
     if isinstance(error, RunFailedError):
-        return str(error)  # with the end of a log, line by line
+        return f"{error}\n{error.next_step}".rstrip()  # with the end of a log, line by line
     if isinstance(error, OSError):
         where = "" if error.filename is None else f": {error.filename}"
         return f"the system refused: {error.strerror}{where}"

@@ -14,9 +14,13 @@ class UserError(Exception):
 
 
 class RunFailedError(Exception):
-    """A run started and could not end as asked: shown without a traceback, exit code 1."""
+    """A run started and could not end as asked: shown without a traceback, exit code 1.
+
+    `next_step` is a line that says what to do now, or empty.
+    """
 
     exit_code = 1
+    next_step = ""
 
 
 class InterruptedRunError(RunFailedError):

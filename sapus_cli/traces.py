@@ -497,15 +497,38 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         UserError: somebody writes into it.
     """
-    file = os.open(folder / "logs", os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{folder}: this run is still going on; wait for its end, or end it") from error
+        file = os.open(folder / "logs", os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{folder}: its folder logs cannot be opened: {error.strerror}; start a new run") from error
+    try:
+        if not _lock(file):
+            raise UserError(f"{folder}: this run is still going on; wait for its end, or end it")
         yield
     finally:
         os.close(file)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process of this machine writes into a run folder, as far as can be told."""
+    try:
+        file = os.open(folder / "logs", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _lock(file)
+    finally:
+        os.close(file)
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks
+    return True
 
 
 def check_results(results: Path) -> None:

@@ -162,7 +162,7 @@ class Soak:
         self.result = Soaked(case, cwd / "results" / case.name, self._scratch)
         self._case = case
         self._n_starts = 0
-        self._over = threading.Event()
+        self._begun, self._over = threading.Event(), threading.Event()
 
     def run(self) -> Soaked:
         """Start it, let all faults happen, wait for its end."""
@@ -173,9 +173,10 @@ class Soak:
         timeout_s = TIMEOUT_S if case.calm_s > 0 else 4 * TIMEOUT_S
         begin += ["--worker-timeout", f"{timeout_s:g}", "--checkpoint-every", "0.5", "--max-restarts", "1000"]
         watch = threading.Thread(target=self._watch)
+        watch.start()
         try:
             self._start(*begin)
-            watch.start()
+            self._begun.set()
             for fault in case.faults:
                 time.sleep(fault.pause_s)
                 if self._launcher.poll() is not None:
@@ -189,8 +190,8 @@ class Soak:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._launcher.wait()
             watch.join()
+            self._launcher.wait()
         if left:
             raise HungError(f"{case.name}: outlived its launcher: {left}")
         return self.result
@@ -256,7 +257,7 @@ class Soak:
         """Look at server and launcher now and then."""
         while not self._over.wait(0.2):
             for role, pid in [*self._roles().items(), ("launcher", self._launcher.pid)]:
-                if role in {"server", "launcher"}:
+                if role in {"server", "launcher"} and self._begun.is_set():
                     with suppress(OSError, IndexError):
                         self.result.samples[role].append(sample(pid))
             for pid in self._children():
@@ -398,6 +399,8 @@ def check(soaked: Soaked) -> None:
     assert frames["evals"]["t_s"].is_sorted()
     assert totals["end_s"] < soaked.alive_s, "the time of the run goes faster than the clock"
     assert frames["evals"]["version"][-1] == totals["version"]
+    for log in (folder / "logs").iterdir():
+        assert "Traceback" not in log.read_text(), log.name
     assert not list(soaked.scratch.iterdir()), "temporary files are left"
     assert not list(folder.glob("**/*.tmp"))
     assert all(n < 15 for n in soaked.zombies.values()), f"a zombie stayed for 3 s: {soaked.zombies}"
@@ -428,15 +431,12 @@ def check_state(case: Case, folder: Path, pushes: pl.DataFrame) -> None:
 
 
 def growth(samples: list[Sample]) -> tuple[int, int, int]:
-    """By how much the middle of the last third is above that of the first: descriptors, threads, bytes of memory."""
+    """By how much the last third is above the first: most descriptors, most threads, bytes of memory in the middle."""
     third = len(samples) // 3
     first, last = samples[:third], samples[-third:]
-
-    def middle(part: list[Sample], what: str) -> int:
-        return int(np.median([getattr(each, what) for each in part]))
-
-    files, threads, rss_bytes = (middle(last, w) - middle(first, w) for w in ("files", "threads", "rss_bytes"))
-    return files, threads, rss_bytes
+    files = max(each.files for each in last) - max(each.files for each in first)
+    threads = max(each.threads for each in last) - max(each.threads for each in first)
+    return files, threads, int(np.median([each.rss_bytes for each in last]) - np.median([s.rss_bytes for s in first]))
 
 
 def summary(done: list[Soaked]) -> dict[str, Any]:

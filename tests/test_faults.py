@@ -12,6 +12,7 @@ import pytest
 from processes import all_gone, launch, sapus, start
 
 from sapus_cli.checkpoint import read_state
+from sapus_cli.cluster import ClusterProfile
 from sapus_cli.traces import read_run, read_trace
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
     code, _, err = run.end(60)
     assert code == 0, err
     lines = [line.split(" s ", 1)[1] for line in err.splitlines() if "worker 1" in line]
-    assert lines[:2] == ["crash: worker 1 was killed by SIGKILL", "restart: worker 1 number 1"]
+    assert lines[:2] == ["crash: worker 1 was killed by SIGKILL", "restart: worker 1 attempt 1 of 3"]
     assert lines[2].startswith("join: worker 1 goes on after ")
     assert [event for event in events(run) if event[2] == 1] == [
         (kind, "worker", 1) for kind in ("join", "crash", "leave", "restart", "join", "leave")
@@ -121,6 +122,13 @@ def test_a_server_that_is_killed_is_started_again_from_its_checkpoint(
     assert events(run).count(("restart", "server", 0)) == 2
     record = checked(run.folder, 800)
     assert record["totals"]["steps"] == 2400
+    went_on = [
+        detail for kind, detail in read_trace(run.folder, "events").select("kind", "detail").rows() if kind == "resume"
+    ]
+    lost = [int(detail.split("; ")[1].split()[0]) for detail in went_on]
+    assert record["summary"]["lost_pushes"] == sum(lost)
+    pushes = record["totals"]["pushes"] + sum(lost)
+    assert pushes <= record["totals"]["rx_frames"] // (1 if transport == "shm" else 2)
     resources = read_trace(run.folder, "resources")
     assert record["totals"]["end_s"] == pytest.approx(resources["t_s"].max(), abs=1), "its time went on"
 
@@ -138,6 +146,17 @@ def test_an_evaluator_that_is_killed_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_evaluator_that_hangs_is_replaced(tmp_path: Path) -> None:
+    run = start(tmp_path, "run", "-s", "asp", *COUNTING, "--steps", "500", "--worker-timeout", "0.6")
+    run.wait_for_pushes()
+    os.kill(run.pid("evaluator"), signal.SIGSTOP)
+    code, _, err = run.end(60)
+    assert code == 0, err
+    assert [kind for kind, role, _ in events(run) if role == "evaluator"] == ["drop", "crash", "restart"]
+    assert read_trace(run.folder, "evals")["samples"][-1] == checked(run.folder, 500)["totals"]["samples"]
+
+
+@pytest.mark.slow
 def test_too_few_workers_end_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     words = (*COUNTING, "--steps", "500", "--max-restarts", "0", "--min-workers", "2", "--worker-timeout", "0.5")
     run = start(tmp_path, "run", "-s", "local-sgd-async", *words, "--name", "r")
@@ -147,6 +166,7 @@ def test_too_few_workers_end_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     os.kill(run.pid("worker-1"), signal.SIGKILL)
     code, _, err = run.end(60)
     assert code == 1
+    assert err.splitlines()[-1] == "Next: sapus run --resume results/r"
     assert "sapus: 2 of 3 workers are lost, so that fewer than --min-workers 2 are left" in err
     assert "the worker 1 process was killed by SIGKILL" in err
     assert run.record()["status"] == "failed"
@@ -203,7 +223,10 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run whose record says that it was interrupted."""
-    folder = launch(tmp_path_factory.mktemp("runs"), strategy="asp", dataset="null", model="null:5", steps=3).folder
+    slow = ClusterProfile(step_s=0.01, slow={1: 2.0})
+    folder = launch(
+        tmp_path_factory.mktemp("runs"), strategy="asp", dataset="null", model="null:5", steps=3, cluster=slow
+    ).folder
     record = read_run(folder)
     (folder / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
     return folder

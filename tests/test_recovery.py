@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,12 +20,30 @@ import zmq
 from sapus_cli import registry, traces
 from sapus_cli.checkpoint import Checkpoints
 from sapus_cli.cluster import ClusterProfile
-from sapus_cli.codec import Declined, Dropped, Pull, Push, State, Stop, Welcome, decode_from_server, encode
-from sapus_cli.config import Recovery
+from sapus_cli.codec import (
+    PROTOCOL_VERSION,
+    Beat,
+    Declined,
+    Evaluated,
+    FromClient,
+    Hello,
+    Leave,
+    Pull,
+    Push,
+    Snapshot,
+    State,
+    Stop,
+    Welcome,
+    decode_from_server,
+    encode,
+    raw,
+)
+from sapus_cli.commands.view import Quiet
+from sapus_cli.config import Recovery, RunConfig
 from sapus_cli.drivers.attendance import Attendance
-from sapus_cli.drivers.client import Client
-from sapus_cli.drivers.control import Ended, Gone, Happened, Released, Restart, hear, tell
-from sapus_cli.drivers.launch import pause_s
+from sapus_cli.drivers.client import SILENCE_S, Client
+from sapus_cli.drivers.control import Begin, Ended, Gone, Happened, Released, Restart, hear, tell
+from sapus_cli.drivers.launch import END_S, HANGS_S, LAST_CHECKPOINT_S, Launcher, _Child, pause_s
 from sapus_cli.drivers.server import Server, bind
 from sapus_cli.drivers.worker import Worker
 from sapus_cli.errors import DroppedError
@@ -37,6 +56,7 @@ from strategies.easgd import Easgd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.connection import Connection
     from pathlib import Path
 
     from sapus_cli.strategy import AnyStrategy
@@ -340,7 +360,7 @@ class Serving:
         )
         self.said: list[Any] = []
         self.ended: list[Ended] = []
-        self._thread = threading.Thread(target=self._serve)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def _serve(self) -> None:
         try:
@@ -379,8 +399,6 @@ class Serving:
 
 
 def evaluator(endpoint: str) -> None:
-    from sapus_cli.codec import Evaluated, Snapshot  # noqa: PLC0415
-
     client = Client(endpoint, "evaluator")
     while True:
         client.send(Snapshot())
@@ -507,17 +525,244 @@ def test_news_of_a_worker_that_never_came_is_taken(tmp_path: Path) -> None:
     serving.trace.close()
 
 
+@contextmanager
+def dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    """A bare connection."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVTIMEO, 10_000)
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close(linger=0)
+
+
+def say(socket: zmq.Socket[bytes], message: FromClient, vector: torch.Tensor | None = None) -> None:
+    socket.send_multipart([encode(message), *([] if vector is None else [raw(vector)])])
+
+
+def hear_kind(socket: zmq.Socket[bytes]) -> str:
+    return type(decode_from_server(socket.recv_multipart()[0])).__name__
+
+
 def test_a_push_over_a_connection_that_broke_is_dropped_wherever_its_vector_lies(tmp_path: Path) -> None:
     serving = Serving(tmp_path, Asp(), 1)
     serving.start()
-    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    client.connect(serving.endpoint)
-    for frames in ([], [b"x" * 12], [b"x" * 6]):  # shared memory, float32, float16
-        client.send_multipart([encode(push(1)), *frames])
-        assert decode_from_server(client.recv_multipart()[0]) == Dropped()
-    client.close(linger=0)
+    with dealer(serving.endpoint) as client:
+        for frames in ([], [b"x" * 12], [b"x" * 6]):  # shared memory, float32, float16
+            client.send_multipart([encode(push(1)), *frames])
+            assert hear_kind(client) == "Dropped"
     serving.kill()
     serving.trace.close()
+
+
+def test_who_has_had_its_reply_over_the_new_connection_gets_no_second_one(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, Bsp(), 2)
+    serving.start()
+    vector = torch.ones(3)
+    greeting = Hello(protocol=PROTOCOL_VERSION, role="worker", incarnation=7, rank=0)
+    with dealer(serving.endpoint) as first, dealer(serving.endpoint) as second, dealer(serving.endpoint) as other:
+        say(first, greeting)
+        say(first, Pull(fingerprint="f"))
+        assert hear_kind(first) == "Welcome"
+        say(second, greeting)  # its connection is gone before the start
+        assert hear_kind(second) == "Welcome"
+        say(other, Hello(protocol=PROTOCOL_VERSION, role="worker", incarnation=8, rank=1))
+        say(other, Pull(fingerprint="f"))
+        assert [hear_kind(other), hear_kind(other), hear_kind(second)] == ["Welcome", "State", "State"]
+        say(second, Pull(fingerprint="f"))
+        say(second, push(1), vector)
+        say(second, Beat(incarnation=7, main=True))
+        assert hear_kind(second) == "Alive"
+        say(first, greeting)  # and once more, while it waits for the round
+        assert hear_kind(first) == "Welcome"
+        say(other, push(1), vector)
+        assert [hear_kind(other), hear_kind(first)] == ["State", "State"]
+        say(first, push(1), vector)
+        say(first, Beat(incarnation=7, main=True))
+        assert hear_kind(first) == "Alive"
+        say(second, Beat(incarnation=7, main=True))
+        assert hear_kind(second) == "Dropped"
+    serving.kill()
+    serving.trace.close()
+
+
+def test_who_was_stopped_for_long_does_not_take_the_server_for_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = Serving(tmp_path, Asp(), 1)
+    serving.start()
+    away_s = 0.0
+    monkeypatch.setattr("sapus_cli.drivers.heart.time", SimpleNamespace(monotonic=lambda: time.monotonic() + away_s))
+    client = Client(serving.endpoint, "worker", 0)
+    heart = client._heart
+    assert heart is not None
+    before_s, away_s = heart._awake_s, SILENCE_S + 1
+    while heart._awake_s < before_s + SILENCE_S:
+        assert client.receive(None, 10) is None
+    assert heart.silent_s < SILENCE_S
+    client.close()
+    serving.kill()
+    serving.trace.close()
+
+
+@pytest.mark.slow
+def test_who_comes_back_after_the_end_is_sent_away(tmp_path: Path) -> None:
+    strategy = registry.build("asp", {})
+    serving = Serving(tmp_path, strategy, 2, recovery=Recovery(worker_timeout_s=0.6))
+    serving.start()
+    silent = Client(serving.endpoint, "worker", 1)
+    silent.send(Pull(fingerprint="f"))
+    with working(serving.endpoint, strategy, 1, 5, 0.0):
+        assert silent._heart is not None
+        silent._heart.stop()
+    while len(serving.events("leave")) < 2:
+        time.sleep(0.02)
+    silent._heart = None
+    silent.renew()
+    silent.send(Pull(fingerprint="f"))
+    assert silent.receive(torch.empty(3), 5000) == Stop(flush=False)
+    silent.send(Leave())
+    silent.close()
+    assert serving.finish().steps == 5
+
+
+def test_a_late_leave_does_not_open_again_what_is_over(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, Asp(), 1)
+    serving.server.core.started = True
+    serving.server._end_if_all_left()
+    serving.server._evaluated(Evaluated(0.0, 0, 0, loss=1.0, accuracy=0.5, final=True))
+    serving.server._end_if_all_left()
+    assert serving.server._over
+    serving._socket.close(linger=0)
+    serving.trace.close()
+
+
+@pytest.mark.parametrize("role", ["worker", "evaluator"])
+def test_who_takes_the_place_of_a_dead_one_may_come_before_the_news_of_the_death(tmp_path: Path, role: str) -> None:
+    serving = Serving(tmp_path, Asp(), 1)
+    for incarnation in (1, 2):
+        hello = Hello(protocol=PROTOCOL_VERSION, role=role, incarnation=incarnation, rank=0)  # type: ignore[arg-type]
+        serving.server._greet(bytes([incarnation]), hello, 0)
+        tell(serving.pipe, Gone(role, 0, returns=True))
+    assert set(serving.server._incarnations) == {2}
+    serving._socket.close(linger=0)
+    serving.trace.close()
+
+
+# What the launcher makes of it.
+
+
+def launcher(tmp_path: Path) -> Launcher:
+    launcher = Launcher(RunConfig(strategy="asp", steps=1, workers=2), tmp_path, None, Quiet)
+    launcher._folder, launcher._bound = tmp_path, "tcp://127.0.0.1:1"
+    return launcher
+
+
+def child(launcher: Launcher, role: str, exitcode: int | None, rank: int = 0) -> tuple[Any, Connection]:
+    """A child that was, and its end of the pipe."""
+    ours, theirs = multiprocessing.Pipe()
+    process: Any = SimpleNamespace(exitcode=exitcode, pid=1, kill=int, join=int, is_alive=lambda: exitcode is None)
+    launcher._children.append(_Child(role, rank, process, ours))
+    return launcher._children[-1], theirs
+
+
+def test_a_server_that_has_not_begun_hears_afterwards_who_died_meanwhile(tmp_path: Path) -> None:
+    launched = launcher(tmp_path)
+    server, pipe = child(launched, "server", None)
+    launched._tell_gone(Gone("worker", 1, returns=True))
+    assert not pipe.poll()
+    launched._begin(server)
+    assert [hear(pipe), hear(pipe)] == [Begin(str(tmp_path), "tcp://127.0.0.1:1"), Gone("worker", 1, returns=True)]
+    launched._tell_gone(Gone("worker", 0))
+    assert hear(pipe) == Gone("worker", 0)
+
+
+def test_the_last_words_of_a_dead_server_count(tmp_path: Path) -> None:
+    launched = launcher(tmp_path)
+    _, pipe = child(launched, "server", -9)
+    core = ServerCore(Asp(), torch.zeros(1), 1)
+    ended = Ended(1.0, core.version, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, "", 0, None)
+    tell(pipe, ended)
+    launched._look_for_dead()
+    assert launched._ended == ended
+
+
+def test_who_ended_without_being_heard_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launcher(tmp_path)
+    again: list[tuple[str, int]] = []
+    monkeypatch.setattr(launched, "_start_child_again", lambda *who: again.append(who))
+    monkeypatch.setattr(launched, "_note_event", lambda _: None)
+    server, pipe = child(launched, "server", None)
+    for rank in (0, 1):
+        child(launched, "worker", 0, rank)
+    evaluator, _ = child(launched, "evaluator", 0)
+    launched._absent = {0, 1}
+    launched._look_for_done()
+    assert again == [], "there is no server yet that could have heard them"
+    server.begun = True
+    tell(pipe, Happened(0.0, "join", "worker", 1))  # not read yet
+    launched._look_for_done()
+    assert again == [("worker", 0)]
+    evaluator.ended_s -= LAST_CHECKPOINT_S + 1
+    launched._look_for_done()
+    assert again == [("worker", 0), ("evaluator", 0)], "a server that has its final result ends within this time"
+
+
+def test_a_last_word_that_got_lost_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launcher(tmp_path)
+    again: list[tuple[str, int]] = []
+    monkeypatch.setattr(launched, "_start_child_again", lambda *who: again.append(who))
+    monkeypatch.setattr(launched, "_note_event", lambda _: None)
+    server, pipe = child(launched, "server", None)
+    server.begun = True
+    worker, _ = child(launched, "worker", 0, 1)
+    tell(pipe, Happened(0.0, "join", "worker", 1))
+    launched._look_for_done()
+    worker.ended_s -= END_S + 1
+    launched._look_for_done()
+    assert again == [("worker", 1)]
+    assert hear(pipe) == Gone("worker", 1, returns=True)
+
+
+def test_a_server_that_hangs_is_killed_unless_we_stood_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launcher(tmp_path)
+    events: list[str] = []
+    monkeypatch.setattr(launched, "_note_event", lambda event: events.append(event.event))
+    server, _ = child(launched, "server", None)
+    killed: list[str] = []
+    server.process.kill = lambda: killed.append("server")
+    launched._released_s = launched._awake_s = 0.0  # a long time ago, in which nobody looked
+    launched._look_for_silence()
+    assert (killed, events) == ([], [])
+    launched._server_silent_s = HANGS_S
+    launched._look_for_silence()
+    assert (killed, events) == (["server"], ["drop"])
+    launched._look_for_silence()
+    assert killed == ["server"], "the next one has its own time"
+
+
+def test_a_worker_that_is_due_with_the_server_is_started_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launcher(tmp_path)
+    started: list[int] = []
+
+    def start_worker(rank: int) -> Any:
+        started.append(rank)
+        return child(launched, "worker", None, rank)[0]
+
+    monkeypatch.setattr(launched, "_start_worker", start_worker)
+    monkeypatch.setattr(launched, "_start_server", lambda _: None)
+    monkeypatch.setattr(launched, "_note_event", lambda _: None)
+    child(launched, "worker", 0, 0)  # had ended
+    launched._due = [(0.0, "server", 0), (0.0, "worker", 1)]
+    launched._start_again()
+    assert started == [1]
+    launched._bring_back({0, 1})
+    assert started == [1, 0]
+    launched._gone["worker", 1] = Gone("worker", 1)  # it is lost for good
+    launched._children.clear()
+    launched._bring_back({1})
+    assert started == [1, 0]
 
 
 def test_the_pause_before_a_restart_has_a_bound() -> None:

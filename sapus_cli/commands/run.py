@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,8 +99,12 @@ def resumable(folder: Path, asked: RunConfig, given: Iterable[tuple[str, str | N
         raise UserError(f"--resume {folder}: only runs of sapus run can go on; this one is another command's")
     if record.get("status") == "finished":
         raise UserError(f"--resume {folder}: this run is finished; start a new one")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--resume {folder}: the folder may not be written; make it writable")
+    if not any((folder / "checkpoint").glob("*.json")):
+        raise UserError(f"--resume {folder}: this run has no checkpoint yet, it ended too early; start a new one")
     try:
-        config = msgspec.convert(traces.config_of(record), RunConfig)
+        config = msgspec.convert(traces.config_of(record), RunConfig, str_keys=True)
     except msgspec.ValidationError as error:
         raise UserError(
             f"--resume {folder}: its run.json is not one of this sapus ({error}); start a new run"

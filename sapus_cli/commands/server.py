@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,6 +104,7 @@ def command(
     if join_expires is not None and join_file is None:
         raise UserError(f"--join-expires {join_expires}: there is no join file; give --join-file FILE, or leave it out")
     host = _advertised(advertise, endpoint)
+    start = partial(launch, config, results, name, endpoint, own_workers=False, quiet=quiet, as_json=as_json)
     if join_file is None:
         open_to_all = not _is_loopback(endpoint)
         if open_to_all and not insecure:
@@ -116,30 +118,11 @@ def command(
                 typer.echo(f"sapus: warning: whoever reaches {bound} can read and change what is trained", err=True)
             return f"sapus worker --connect {_reached(bound, host)}"
 
-        return launch(
-            config,
-            results,
-            name,
-            endpoint,
-            own_workers=False,
-            quiet=quiet,
-            as_json=as_json,
-            invite=invite_plainly,
-        )
+        return start(invite=invite_plainly)
     valid_s = _expires_s(join_expires or EXPIRES)
     join.check_free(join_file)
     with _keys(join_file, host, valid_s) as (security, invite):
-        return launch(
-            config,
-            results,
-            name,
-            endpoint,
-            own_workers=False,
-            quiet=quiet,
-            as_json=as_json,
-            security=security,
-            invite=invite,
-        )
+        return start(security=security, invite=invite)
 
 
 def checked_endpoint(bind: str) -> str:

@@ -45,11 +45,13 @@ def command(
 
 def _headline(console: Console, run: Path, record: dict[str, Any]) -> None:
     from sapus_cli.commands.view import summary_table  # noqa: PLC0415
-    from sapus_cli.traces import incomplete_traces  # noqa: PLC0415
+    from sapus_cli.traces import incomplete_traces, is_held  # noqa: PLC0415
 
     config = record["config"]
     params = " ".join(f"{key}={value}" for key, value in record["strategy"]["hyper_parameters"].items())
     console.print(f"[bold]{run.name}[/bold]  {record['status']}", highlight=False)
+    if record["status"] == "running" and record["clock"] == "real" and not is_held(run):
+        console.print(f"[yellow]its launcher is gone; to go on: sapus run --resume {run}[/yellow]", highlight=False)
     console.print(
         f"{config['strategy']} {params}".strip()
         + f": {config['model']} on {config['dataset']} ({config['partition']}), "
@@ -113,8 +115,11 @@ def _workers(console: Console, pushes: pl.DataFrame) -> None:
 
 def _events(console: Console, events: pl.DataFrame) -> None:
     for row in events.iter_rows(named=True):
-        if row["kind"] not in {"join", "leave"}:
-            console.print(f"{row['t_s']:.2f} s  {row['kind']}: {row['role']} {row['rank']} {row['detail'] or ''}")
+        detail = row["detail"] or ""
+        if row["kind"] in {"join", "leave"} or (row["kind"] == "checkpoint" and detail.startswith("version")):
+            continue
+        who = f"{row['role']} {row['rank']}" if row["role"] == "worker" else row["role"]
+        console.print(f"{row['t_s']:.2f} s  {row['kind']}: {who} {detail}".rstrip(), highlight=False)
 
 
 command.__name__ = "show"

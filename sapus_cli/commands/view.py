@@ -187,7 +187,8 @@ def _is_ordinary(event: Happened) -> bool:
 
 
 def _line(event: Happened) -> str:
-    return f"{event.t_s:7.1f} s {event.event}: {event.role} {event.rank} {event.detail}"
+    who = f"{event.role} {event.rank}" if event.role == "worker" else event.role
+    return f"{event.t_s:7.1f} s {event.event}: {who} {event.detail}".rstrip()
 
 
 class ByHandView(PlainView):
@@ -346,6 +347,10 @@ def summary_table(record: Mapping[str, Any]) -> Table:
     add("pushes", "pushes", "{:,}")
     if summary.get("declined"):
         table.add_row("declined pushes", f"[yellow]{summary['declined']:,}[/yellow] (not finite; see events.csv)")
+    if summary.get("lost_pushes"):
+        table.add_row(
+            "lost pushes", f"[yellow]{summary['lost_pushes']:,}[/yellow] (a server was killed; see events.csv)"
+        )
     if summary.get("overruns"):
         table.add_row(
             "late steps", f"[yellow]{summary['overruns']:,}[/yellow] took longer than the cluster profile says"

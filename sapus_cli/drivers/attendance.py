@@ -15,10 +15,12 @@ class Attendance:
 
     Attributes:
         lost: ranks of those that nobody expects back. They may come all the same.
+        done: ranks of those that left of their own will, with nothing left to do.
     """
 
     def __init__(self, n_workers: int, least: int, patience_s: float) -> None:
         self.lost: set[int] = set()
+        self.done: set[int] = set()
         self._n_workers = n_workers
         self._least = least
         self._patience_s = patience_s
@@ -42,6 +44,7 @@ class Attendance:
     def arrive(self, rank: int) -> None:
         """A worker has come, or come back."""
         self.lost.discard(rank)
+        self.done.discard(rank)
         self._expected.pop(rank, None)
 
     def lose(self, rank: int) -> None:

@@ -214,7 +214,7 @@ class Client:
         if self._heart.dropped:
             raise DroppedError("the server does not know this process any more")
         now = time.monotonic()
-        if now - self._heart.answered_s > SILENCE_S:
+        if self._heart.silent_s > SILENCE_S:
             raise RunFailedError(f"the server at {self.endpoint} has been silent for {SILENCE_S:g} s")
         if now >= self._next_knock_s:
             self._next_knock_s = now + self.welcome.beat_s

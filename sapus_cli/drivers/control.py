@@ -34,10 +34,14 @@ class Prepared(_Control, frozen=True, tag="prepared"):
 
 
 class Bound(_Control, frozen=True, tag="bound"):
-    """The server listens at this endpoint. `checkpoint_s` is the t_s of the checkpoint from which it goes on."""
+    """The server listens at this endpoint.
+
+    If it goes on from a checkpoint, `checkpoint_s` is the t_s of that, and `done` are the workers that had ended then.
+    """
 
     endpoint: str
     checkpoint_s: float = 0.0
+    done: list[int] = msgspec.field(default_factory=list)
 
 
 class Begin(_Control, frozen=True, tag="begin"):
@@ -54,7 +58,7 @@ class Released(_Control, frozen=True, tag="released"):
 
 
 class WorkerStatus(Struct, frozen=True):
-    """One worker as the server sees it; `loss` is the mean of its last interval."""
+    """One worker as the server sees it; `loss` is the mean of its last interval, NaN before that."""
 
     rank: int
     steps: int
@@ -63,6 +67,8 @@ class WorkerStatus(Struct, frozen=True):
     loss: float
     rx_bytes: int
     tx_bytes: int
+    rx_frames: int
+    tx_frames: int
     waiting: bool
 
 
@@ -79,6 +85,7 @@ class Status(_Control, frozen=True, tag="status"):
     rss_bytes: int
     rx_bytes: int
     tx_bytes: int
+    evaluator_bytes: int
     workers: list[WorkerStatus]
 
 
@@ -131,7 +138,8 @@ class Ended(_Control, frozen=True, tag="ended"):
 
     Bytes and frames are those of the workers; `evaluator_bytes` are those of the snapshots, both ways. `server_cpu_s`
     is what the server used between the release and that instant; `reached_s` when the target accuracy was reached;
-    `overruns` are steps that really took longer than the cluster profile says.
+    `overruns` are steps that really took longer than the cluster profile says, `lost_pushes` such as were applied by a
+    server that was killed before it wrote them into a checkpoint.
     """
 
     end_s: float
@@ -149,6 +157,7 @@ class Ended(_Control, frozen=True, tag="ended"):
     declined: int
     reached_s: float | None
     overruns: int = 0
+    lost_pushes: int = 0
     workers: list[WorkerTotals] = msgspec.field(default_factory=list)
 
 
@@ -166,9 +175,10 @@ class Restart(Struct, frozen=True):
 
 
 class Failed(_Control, frozen=True, tag="failed"):
-    """The server cannot go on: why, for the user."""
+    """The server cannot go on: why, for the user, and whether it makes sense to resume the run."""
 
     reason: str
+    resumable: bool = True
 
 
 Line: TypeAlias = (

@@ -16,6 +16,9 @@ from sapus_cli.errors import RemoteProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+AWAY_S = 1.0
+"""Who wakes up so much too late was stopped."""
+
 
 class Heart:
     """A thread with a connection of its own, so that neither a long step nor a large message holds up a beat.
@@ -28,7 +31,7 @@ class Heart:
 
     Attributes:
         dropped: the server has answered that it does not know this process any more.
-        answered_s: when it answered last, on the clock of time.monotonic().
+        silent_s: seconds since it answered last. If this process itself was stopped, they count from where it goes on.
     """
 
     def __init__(
@@ -39,7 +42,8 @@ class Heart:
         every_s: float,
     ) -> None:
         self.dropped = False
-        self.answered_s = time.monotonic()
+        self.silent_s = 0.0
+        self._answered_s = self._awake_s = time.monotonic()
         self._beat = encode(Beat(incarnation=incarnation))
         self._every_s = every_s
         name = f"inproc://heart-{secrets.token_hex(8)}"
@@ -75,14 +79,22 @@ class Heart:
         due_s = time.monotonic() + self._every_s
         while not self.dropped and (rest_s := due_s - time.monotonic()) > 0:
             ready = dict(self._poller.poll(1 + int(1000 * rest_s)))
+            self._wake()
             if self._stopped in ready:
                 return False
             if self._socket in ready:
                 self._listen()
         return True
 
+    def _wake(self) -> None:
+        now = time.monotonic()
+        if now - self._awake_s > self._every_s + AWAY_S:
+            self._answered_s = now
+        self._awake_s = now
+        self.silent_s = now - self._answered_s
+
     def _listen(self) -> None:
         header = self._socket.recv_multipart()[0]
-        self.answered_s = time.monotonic()
+        self._answered_s = time.monotonic()
         with suppress(RemoteProtocolError):  # the client's own connection says what is wrong with this server
             self.dropped = isinstance(decode_from_server(header), Dropped)

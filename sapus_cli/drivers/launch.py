@@ -43,7 +43,7 @@ from sapus_cli.drivers.control import (
     tell,
 )
 from sapus_cli.drivers.gpu import Gpus, Load
-from sapus_cli.drivers.record import close_record, first_record, resumed_record
+from sapus_cli.drivers.record import close_record, first_record, forget_end, resumed_record
 from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
 from sapus_cli.workloads import check_names, check_partition
 
@@ -60,6 +60,11 @@ POLL_S = 0.1
 SAMPLE_EVERY_S = 0.5
 HALT_S = 5.0
 END_S = 5.0
+HANGS_S = 60.0
+"""A server that says nothing for so long, or for two worker timeouts, hangs; it says something ten times a second."""
+MOST_AWAY_S = 1.0
+LAST_CHECKPOINT_S = 60.0
+"""So long a server may take from the final test to its last word."""
 TERMINATE_S = 1.0
 FIRST_PAUSE_S = 0.5
 """Before a process is started again the first time; twice as long before each further time."""
@@ -193,8 +198,13 @@ class Launcher:
         self._deaths: Counter[tuple[str, int]] = Counter()
         self._gone: dict[tuple[str, int], Gone] = {}
         self._absent: set[int] = set()
+        self._silent: set[int] = set()
+        self._here: set[int] = set()
         self._due: list[tuple[float, str, int]] = []
         self._last_failure = ""
+        self._can_resume = own_workers
+        self._server_silent_s = 0.0
+        self._awake_s = time.monotonic()
         self._last_status: Status | None = None
         self._ended_s = math.inf
 
@@ -227,6 +237,7 @@ class Launcher:
         if self._resume is not None:
             self._check_data(traces.read_run(self._resume))
         bound = self._start_all()
+        self._check_faults(bound.checkpoint_s)
         self._bound = bound.endpoint
         join = self._invite(self._bound)
         self._open_folder(bound)
@@ -243,12 +254,15 @@ class Launcher:
             self._trace("events") as self._events,
         ):
             if self._resume is not None:
-                self._note_event(Happened(bound.checkpoint_s, "resume", "launcher", 0, "from the checkpoint"))
+                detail = f"from the checkpoint at {bound.checkpoint_s:.1f} s"
+                self._note_event(Happened(bound.checkpoint_s, "resume", "launcher", 0, detail))
             for child in self._children:
                 self._begin(child)
             try:
                 self._watch()
             except BaseException as error:
+                if isinstance(error, RunFailedError) and self._can_resume and self._released_s is not None:
+                    error.next_step = f"Next: sapus run --resume {self._folder}"
                 status = "interrupted" if isinstance(error, InterruptedRunError) else "failed"
                 self._close_record(status, str(error) or type(error).__name__)
                 raise
@@ -295,6 +309,20 @@ class Launcher:
                 f"{self._resume}: the data set {self._config.dataset} is not what it was when this run began "
                 f"(SHA-256 {self._ready.data_sha256}, was {before}); start a new run"
             )
+
+    def _check_faults(self, checkpoint_s: float) -> None:
+        """Refuse to resume a run of which the profile has killed a worker by then, and not started it again."""
+        past = {
+            fault.worker: fault
+            for fault in sorted(self._config.cluster.faults, key=lambda fault: fault.at_s)
+            if fault.at_s < checkpoint_s
+        }
+        for fault in past.values():
+            if fault.kind == "kill":
+                raise UserError(
+                    f"{self._resume}: worker {fault.worker} is dead at the checkpoint, {checkpoint_s:.1f} s: --fault "
+                    f"killed it at {fault.at_s:g} s; such a run cannot be resumed, start a new one"
+                )
 
     def _prepare(self) -> Prepared:
         child = self._start("data", 0, children.prepare, self._config)
@@ -371,6 +399,7 @@ class Launcher:
                 if child := pipes.get(ready):  # type: ignore[call-overload]
                     self._listen(child)
             self._look_for_signals()
+            self._look_for_silence()
             self._look_for_dead()
             alive = any(child.process.is_alive() for child in self._children)
             if self._ended is not None and (not alive or time.monotonic() > self._ended_s + END_S):
@@ -391,11 +420,11 @@ class Launcher:
         except (EOFError, OSError):
             child.silent = True
             return
+        if child.role == "server":
+            self._server_silent_s = 0.0
         match line:
             case Released():
-                self._released_s = line.monotonic_s
-                self._startup_s = time.monotonic() - self._called_s
-                self._observer.released(self._startup_s)
+                self._release(line)
             case Status():
                 self._note_status(child, line)
             case Happened():
@@ -409,18 +438,42 @@ class Launcher:
                 self._end_late_comers()
             case Bound():
                 self._begin(child)
+                self._bring_back(set(range(self._config.workers)) - set(line.done))
             case Failed() | Unusable():
-                raise RunFailedError(f"{line.reason}\n{self._last_failure}".strip())
+                self._fail(line)
             case _:
                 raise RunFailedError(f"the {child.name} said {line!r}")
+
+    def _release(self, line: Released) -> None:
+        self._released_s = line.monotonic_s
+        if self._resume is not None:
+            forget_end(self._record)
+            traces.write_run(self._folder, self._record, self._reserve)
+        self._startup_s = time.monotonic() - self._called_s
+        self._observer.released(self._startup_s)
+
+    def _fail(self, line: Failed | Unusable) -> None:
+        self._can_resume = self._can_resume and getattr(line, "resumable", True)
+        raise RunFailedError(f"{line.reason}\n{self._last_failure}".strip())
 
     def _hear_of(self, child: _Child, event: Happened) -> None:
         if event.event in {"incomplete", "complete"}:
             self._note_trace(TRACE_OF[event.role], child.process.pid or 0, event.role, event.event, event.detail)
             return
-        if event.event == "join":
+        if event.event in {"join", "leave"}:
             self._absent.discard(event.rank)
+        if event.event == "join":
+            self._silent.discard(event.rank)
+            self._here.add(event.rank)
+        elif event.event == "leave":
+            self._here.discard(event.rank)
         self._note_event(event)
+        if event.event == "drop" and event.role == "worker":
+            self._silent.add(event.rank)
+        elif event.event == "drop":
+            # A worker that hangs may come back as it is; nobody else can test states in the meantime.
+            for hanging in [child for child in self._children if child.role == "evaluator"]:
+                hanging.process.kill()
 
     def _begin(self, child: _Child) -> None:
         child.begun = True
@@ -449,6 +502,19 @@ class Launcher:
         if self._ended is not None or server_gone or now > self._halt_by or len(self._signals) > 1:
             raise InterruptedRunError(f"interrupted by {self._signals[0]}")
 
+    def _look_for_silence(self) -> None:
+        """Kill a server that hangs, so that another takes its place. It is not blamed for time when we stood still."""
+        now = time.monotonic()
+        self._server_silent_s += min(now - self._awake_s, MOST_AWAY_S)
+        self._awake_s = now
+        limit_s = max(HANGS_S, 2 * self._config.recovery.worker_timeout_s)
+        if self._released_s is None or self._is_ending() or self._server_silent_s < limit_s:
+            return
+        self._server_silent_s = 0.0
+        for child in [child for child in self._children if child.role == "server"]:
+            self._note_event(Happened(self._now(), "drop", "server", 0, f"silent for {limit_s:g} s"))
+            child.process.kill()
+
     def _look_for_dead(self) -> None:
         """Let the run go on without those that have died, and see to it that they are started again.
 
@@ -458,9 +524,11 @@ class Launcher:
         dead = [child for child in self._children if child.process.exitcode not in {None, 0}]
         for child in dead:
             self._hear_out(child)
-        if self._halt_by is not None or self._ended is not None:
+        if self._is_ending():
             return
         self._look_for_done()
+        if self._is_ending():  # what was unread may have said so
+            return
         for child in sorted(dead, key=lambda child: child.role != "server"):
             how = _how(child.process.exitcode)
             failure = f"the {child.name} process {how}\n{_last_lines(self._folder / 'logs' / child.log)}".strip()
@@ -476,11 +544,14 @@ class Launcher:
                 self._deaths[key] += 1
             self._tell_gone(Gone(child.role, child.rank, returns=again))
 
+    def _is_ending(self) -> bool:
+        return self._ended is not None or self._halt_by is not None
+
     def _look_for_done(self) -> None:
         """Start again who has come to its end without the server that runs now having heard of it.
 
-        A worker that ended after its server died, and that the next one has not seen, has said its last word to nobody.
-        The evaluator ends when it has tested the final state, and so does the server then, if it was told.
+        The last word of a worker is lost if the server dies or the connection breaks just then. The evaluator ends when
+        it has tested the final state, and so does the server then, if it was told and has written its last checkpoint.
         """
         done = [child for child in self._children if child.process.exitcode == 0 and child.role != "server"]
         server = next((child for child in self._children if child.role == "server" and child.begun), None)
@@ -490,11 +561,18 @@ class Launcher:
         now = time.monotonic()
         for child in done:
             child.ended_s = child.ended_s or now
-            unheard = child.rank in self._absent if child.role == "worker" else now > child.ended_s + END_S
-            if unheard and self._ended is None:
+            if self._ended is None and self._is_unheard(child, now - child.ended_s):
                 self._put_down(child)
                 self._note_event(Happened(self._now(), "restart", child.role, child.rank, "it ended unheard"))
+                if child.role == "worker" and child.rank in self._here:
+                    self._tell_gone(Gone("worker", child.rank, returns=True))
                 self._start_child_again(child.role, child.rank)
+
+    def _is_unheard(self, child: _Child, seconds: float) -> bool:
+        """Whether the server knows nothing of the end of a child, so many seconds ago."""
+        if child.role == "worker":
+            return child.rank in self._absent or (child.rank in self._here and seconds > END_S)
+        return seconds > LAST_CHECKPOINT_S
 
     def _may_start_again(self, child: _Child) -> bool:
         """A server that ends by an error of its own would come to it again: it is started again only if it was killed.
@@ -513,38 +591,43 @@ class Launcher:
         return (dead.process.exitcode or 0) > 0 and not pushed and not living
 
     def _start_again(self) -> None:
-        """Start what has died and waited long enough; with a server also the workers that had ended before."""
-        if self._ended is not None or self._halt_by is not None:
+        """Start what has died and waited long enough."""
+        if self._is_ending():
             return
         now = time.monotonic()
         due = [entry for entry in self._due if entry[0] <= now]
         self._due = [entry for entry in self._due if entry[0] > now]
         for _, role, rank in due:
-            self._note_event(Happened(self._now(), "restart", role, rank, f"number {self._deaths[role, rank]}"))
+            self._note_event(Happened(self._now(), "restart", role, rank, self._how_often(role, rank)))
             if role == "server":
                 self._restart_server()
             else:
                 self._start_child_again(role, rank)
 
+    def _how_often(self, role: str, rank: int) -> str:
+        return f"attempt {self._deaths[role, rank]} of {self._config.recovery.max_restarts}"
+
     def _start_child_again(self, role: str, rank: int) -> None:
         self._gone.pop((role, rank), None)
         child = self._start_worker(rank) if role == "worker" else self._start_evaluator()
-        child.restarted = role == "worker"
+        child.restarted = True
         self._begin(child)
 
     def _restart_server(self) -> None:
         self._endpoint = self._bound
         self._start_server(Restart(str(self._folder), self._released_s, self._last_status))
-        self._absent = set(range(self._config.workers))
+
+    def _bring_back(self, ranks: set[int]) -> None:
+        """See to it that a new server gets these workers: start those again that had ended or died meanwhile."""
+        self._absent = ranks
         if not self._own_workers:
             return
-        pending = {rank for _, role, rank in self._due if role == "worker"} | self._killed
-        for rank in range(self._config.workers):
+        for rank in sorted(ranks - self._killed):
             child = next((c for c in self._children if c.role == "worker" and c.rank == rank), None)
             if child is not None and not child.process.is_alive():
                 self._put_down(child)
                 child = None
-            if child is None and rank not in pending:
+            if child is None and ("worker", rank) not in self._gone:
                 self._start_child_again("worker", rank)
 
     def _cause_faults(self) -> None:
@@ -585,8 +668,12 @@ class Launcher:
                 self._tell(child, line)
 
     def _end_late_comers(self) -> None:
-        """End the workers that were started again and found nothing left to do."""
-        for child in [child for child in self._children if child.restarted]:
+        """End those that were started again and found nothing left to do, and the workers that hang."""
+        for child in [
+            child
+            for child in self._children
+            if child.restarted or (child.role == "worker" and child.rank in self._silent)
+        ]:
             self._put_down(child)
 
     def _put_down(self, child: _Child) -> None:

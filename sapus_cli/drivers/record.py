@@ -50,9 +50,15 @@ def resumed_record(before: dict[str, Any], now: dict[str, Any], t_s: float) -> d
     """The record of a run that goes on at `t_s`: as it began, with what is found where it goes on."""
     again = {"at": now["started_at"], "t_s": t_s, "environment": now["environment"], "transport": now["transport"]}
     record = before | {"status": "running", "resumed": [*before.get("resumed", []), again]}
-    for key in ("failure", "ended_at", "totals", "summary", "state_sha256"):
+    for key in ("failure", "ended_at"):
         record.pop(key, None)
     return record
+
+
+def forget_end(record: dict[str, Any]) -> None:
+    """Take away what an earlier end said: from now on it is no longer true."""
+    for key in ("totals", "summary", "state_sha256"):
+        record.pop(key, None)
 
 
 def close_record(
@@ -109,6 +115,7 @@ def summary(ended: Ended, evals: list[Measured]) -> dict[str, float | int | None
         "pushes": ended.pushes,
         "declined": ended.declined,
         "overruns": ended.overruns,
+        "lost_pushes": ended.lost_pushes,
         "mean_interval": ended.steps / ended.pushes if ended.pushes else None,
         "server_cpu_s": ended.server_cpu_s,
         "server_cpu_percent": rate(100 * ended.server_cpu_s),

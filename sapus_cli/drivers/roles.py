@@ -110,7 +110,7 @@ def serve(
         return
     x0 = first_state(config, ready) if remembered is None else remembered["x"]
     process.give_back()
-    tell(pipe, Bound(bound, 0.0 if remembered is None else remembered["t_s"]))
+    tell(pipe, Bound(bound) if remembered is None else Bound(bound, remembered["t_s"], remembered["done"]))
     folder = Path(_hear_begin(pipe, "server.log").folder)
     if remembered is None:
         checkpoints = Checkpoints(folder / "checkpoint")
@@ -142,8 +142,10 @@ def serve(
         try:
             ended = role.run()
         except DivergedError as error:
-            tell(pipe, Failed(str(error)))
+            tell(pipe, Failed(str(error), resumable=False))
             return
+        except (EOFError, ConnectionError):
+            return  # the launcher is gone
         except RunFailedError as error:
             role.save()
             tell(pipe, Failed(str(error)))
@@ -177,6 +179,8 @@ def recall(checkpoints: Checkpoints, strategy: AnyStrategy, ready: Prepared) -> 
     remembered: dict[str, Any] = search.newest.tree
     if "core" not in remembered:
         raise UserError(f"{search.newest.path}: holds the model alone, because the strategy's state could not be saved")
+    if remembered.keys() != server.REMEMBERED:
+        raise UserError(f"{search.newest.path}: was written by another version of sapus; start a new run")
     if remembered["strategy"] != repr(strategy):
         raise UserError(f"{search.newest.path}: is of {remembered['strategy']}, not of {strategy!r}; start a new run")
     if remembered["fingerprint"] != ready.fingerprint:

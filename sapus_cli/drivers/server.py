@@ -100,6 +100,27 @@ LAG_S, LAG_STEPS = 0.01, 0.2
 """An emulated server stays so many seconds behind, but no more than this part of a step: what a busy machine brings
 late still finds its place, and workers make up for it in the time that they would sleep."""
 
+REMEMBERED = frozenset(
+    {
+        "core",
+        "cpu_s",
+        "done",
+        "evaluator_bytes",
+        "fingerprint",
+        "lost_pushes",
+        "overruns",
+        "pushes",
+        "pushes_csv_bytes",
+        "reached_s",
+        "strategy",
+        "t_s",
+        "traffic",
+        "version",
+        "x",
+    }
+)
+"""What a checkpoint of a server says, by name."""
+
 log = logging.getLogger(__name__)
 
 
@@ -272,7 +293,8 @@ class Server:
         self._complaints = Complaints()
         self._awake_s = time.monotonic()
         self._cpu_before_s = 0.0
-        self._evaluator_bytes = 0
+        self._evaluator_bytes_before = 0
+        self._lost_pushes = 0
         self._resumed_s = 0.0
         self._released = 0.0
         self._cpu_read_s = 0.0
@@ -295,21 +317,25 @@ class Server:
 
     def save(self) -> None:
         """Write a checkpoint, if there is a place for it. That it cannot be written does not end the run."""
-        self._next_checkpoint_s = time.monotonic() + self._recovery.checkpoint_every_s
         if self._checkpoints is None:
+            self._next_checkpoint_s = math.inf
             return
+        begun_s = time.monotonic()
         said = f"version {self.core.version}"
+        pause_s = self._recovery.checkpoint_every_s
         try:
             self._trace.flush()
             try:
                 self._checkpoints.save(self._remembered())
             except UnsavableError as error:
-                self._next_checkpoint_s = math.inf
+                pause_s = math.inf
                 said = f"without the strategy's state: {error}"
                 self._checkpoints.save(state_only(self.core, self.now))
         except OSError as error:
             said = f"failed: {error.strerror}"
         self._tell_event("checkpoint", 0, said, "server")
+        # However long it took, half of the time is for the run.
+        self._next_checkpoint_s = max(begun_s + pause_s, 2 * time.monotonic() - begun_s)
 
     def _remembered(self) -> dict[str, object]:
         return {
@@ -321,10 +347,12 @@ class Server:
             "version": self.core.version,
             "traffic": self._traffic,
             "pushes": dict(self._pushes),
-            "evaluator_bytes": self._evaluator_bytes,
+            "done": sorted(self._attendance.done),
+            "evaluator_bytes": self._evaluator_bytes(),
             "reached_s": self._reached_s,
             "overruns": self._overruns,
-            "cpu_s": self._cpu_now_s() if self._released else 0.0,
+            "lost_pushes": self._lost_pushes,
+            "cpu_s": self._cpu_now_s() if self._released else self._cpu_before_s,
             "pushes_csv_bytes": self._trace.size,
         }
 
@@ -336,21 +364,33 @@ class Server:
             self._released = restart.released_s
         rows = self.core.restore(remembered["core"], self.now, started=not resumed)
         self._traffic, self._pushes = remembered["traffic"], Counter(remembered["pushes"])
-        self._evaluator_bytes, self._overruns = remembered["evaluator_bytes"], remembered["overruns"]
+        self._evaluator_bytes_before, self._overruns = remembered["evaluator_bytes"], remembered["overruns"]
+        self._lost_pushes = remembered["lost_pushes"]
+        self._attendance.done = set(remembered["done"])
         self._reached_s = remembered["reached_s"]
         self._stopped = self._reached_s is not None
         self._cpu_before_s = remembered["cpu_s"]
-        if restart.status is not None:
-            self._cpu_before_s = restart.status.cpu_s
-            for worker in restart.status.workers:
-                self._traffic[worker.rank].rx_bytes = worker.rx_bytes
-                self._traffic[worker.rank].tx_bytes = worker.tx_bytes
+        lost = self._take_from_the_dead(restart.status) if restart.status else 0
         until_s = math.inf if resumed else time.monotonic() + RETURN_S
-        for rank in range(self._n_workers):
+        for rank in set(range(self._n_workers)) - self._attendance.done:
             self._attendance.expect(rank, until_s)
         self._next_checkpoint_s = time.monotonic() + self._recovery.checkpoint_every_s
         for row in rows:
             self._write(row, 0)
+        if not resumed:
+            saved = f"from version {self.core.version}, saved at {remembered['t_s']:.1f} s"
+            self._tell_event("resume", 0, f"{saved}; {lost} later pushes are lost", "server")
+        self._end_if_all_left()
+
+    def _take_from_the_dead(self, status: Status) -> int:
+        """Count what the server before this one had cost until it died; returns how many of its pushes are lost."""
+        self._cpu_before_s = status.cpu_s
+        self._evaluator_bytes_before = status.evaluator_bytes
+        for worker in status.workers:
+            self._traffic[worker.rank] = Traffic(worker.rx_bytes, worker.tx_bytes, worker.rx_frames, worker.tx_frames)
+        lost = max(0, sum(worker.pushes for worker in status.workers) - self._pushes.total())
+        self._lost_pushes += lost
+        return lost
 
     @torch.no_grad()
     def run(self) -> Ended:
@@ -434,7 +474,8 @@ class Server:
             return
         n_bytes = len(header) + payload_bytes(message, vector_bytes)
         if peer is not None:
-            peer.heard_s = time.monotonic()
+            # Nothing is to be heard any more of who says that it leaves, however long a link holds that up.
+            peer.heard_s = math.inf if isinstance(message, Leave) else time.monotonic()
             peer.traffic.rx_bytes += self._profile.scaled(n_bytes)
             peer.traffic.rx_frames += 1 + len(payload)
         if self._shapes(peer):
@@ -567,7 +608,12 @@ class Server:
             self._send(identity, Stop(flush=self._halt_by is None))
 
     def _free_ranks(self) -> list[int]:
-        return [r for r in range(self._n_workers) if r not in self._workers or self._attendance.is_missing(r)]
+        """Ranks that nobody has: a worker has its own from its hello on, though it is missed until it pulls."""
+        return [
+            r
+            for r in range(self._n_workers)
+            if r not in self._workers or (self._workers[r].left and self._attendance.is_missing(r))
+        ]
 
     def _has_place(self, hello: Hello) -> bool:
         if hello.role == "evaluator":
@@ -607,6 +653,8 @@ class Server:
 
     def _forget(self, peer: Peer) -> None:
         """Have nothing more to do with a client; what it still says is answered with Dropped."""
+        if peer.role == "evaluator" and peer.identity in self._peers:
+            self._evaluator_bytes_before += peer.traffic.rx_bytes + peer.traffic.tx_bytes
         self._peers.pop(peer.identity, None)
         self._incarnations.pop(peer.incarnation, None)
         if peer.segment is not None:
@@ -627,6 +675,7 @@ class Server:
                 "your model has another layout than the server's: use the same options and versions"
             )
         if self._end_s is not None:
+            self._tell_event("leave", peer.rank, "came after the end")
             self._send(peer.identity, Stop(flush=False))
             return
         rejoins = self.core.has(peer.rank)
@@ -696,6 +745,8 @@ class Server:
 
     def _leave(self, peer: Peer, message: Leave) -> None:
         self._overruns += message.overruns
+        if message.reason == "done":
+            self._attendance.done.add(peer.rank)
         self._let_go(peer, message.reason)
 
     def _bury(self, rank: int, *, returns: bool) -> None:
@@ -728,6 +779,10 @@ class Server:
             self._attendance.lose(peer.rank)
             self._tell_event("drop", peer.rank, f"silent for {limit_s:g} s")
             self._let_go(peer, "silent")
+        evaluators = [peer for peer in self._peers.values() if peer.role == "evaluator"]
+        for peer in [peer for peer in evaluators if now - peer.heard_s > limit_s]:
+            self._forget(peer)
+            self._tell_event("drop", 0, f"silent for {limit_s:g} s", "evaluator")
         for rank in self._attendance.overdue(now):
             self._bury(rank, returns=False)
         trains = self.core.started and not self._stopped and self._end_s is None
@@ -855,7 +910,7 @@ class Server:
         if self._halt_by is not None and now > self._halt_by:
             self._over = True
         if now - self._awake_s > AWAY_S:
-            for peer in self._workers.values():
+            for peer in self._peers.values():
                 peer.heard_s += now - self._awake_s
         self._awake_s = now
         if now < self._next_status:
@@ -869,7 +924,6 @@ class Server:
                 self.save()
 
     def _status(self) -> Status:
-        waiting = self.core.waiting
         return Status(
             t_s=self.now,
             version=self.core.version,
@@ -878,20 +932,29 @@ class Server:
             rss_bytes=self._rss_bytes(),
             rx_bytes=sum(traffic.rx_bytes for traffic in self._traffic.values()),
             tx_bytes=sum(traffic.tx_bytes for traffic in self._traffic.values()),
-            workers=[
-                WorkerStatus(
-                    rank=rank,
-                    steps=self.core.progress(rank).steps,
-                    pushes=self._pushes[rank],
-                    interval=peer.interval,
-                    loss=peer.loss,
-                    rx_bytes=peer.traffic.rx_bytes,
-                    tx_bytes=peer.traffic.tx_bytes,
-                    waiting=rank in waiting,
-                )
-                for rank, peer in sorted(self._workers.items())
-            ],
+            evaluator_bytes=self._evaluator_bytes(),
+            workers=[self._worker_status(rank) for rank in range(self._n_workers)],
         )
+
+    def _worker_status(self, rank: int) -> WorkerStatus:
+        peer, traffic = self._workers.get(rank), self._traffic[rank]
+        return WorkerStatus(
+            rank=rank,
+            steps=self.core.progress(rank).steps,
+            pushes=self._pushes[rank],
+            interval=peer.interval if peer else 0,
+            loss=peer.loss if peer else math.nan,
+            rx_bytes=traffic.rx_bytes,
+            tx_bytes=traffic.tx_bytes,
+            rx_frames=traffic.rx_frames,
+            tx_frames=traffic.tx_frames,
+            waiting=rank in self.core.waiting,
+        )
+
+    def _evaluator_bytes(self) -> int:
+        """Bytes of the snapshots in the whole run, both ways."""
+        here = (peer.traffic for peer in self._peers.values() if peer.role == "evaluator")
+        return self._evaluator_bytes_before + sum(traffic.rx_bytes + traffic.tx_bytes for traffic in here)
 
     def _rss_bytes(self) -> int:
         """Resident memory; what it was last if that cannot be read, as when strangers hold all descriptors."""
@@ -907,7 +970,6 @@ class Server:
         self._trace.flush()
         tell(self._launcher, self._status())
         workers = self._traffic.values()
-        others = [peer.traffic for peer in self._peers.values() if peer.role == "evaluator"]
         return Ended(
             end_s=self._end_s or 0.0,
             version=self.core.version,
@@ -918,12 +980,13 @@ class Server:
             tx_bytes=sum(traffic.tx_bytes for traffic in workers),
             rx_frames=sum(traffic.rx_frames for traffic in workers),
             tx_frames=sum(traffic.tx_frames for traffic in workers),
-            evaluator_bytes=self._evaluator_bytes + sum(traffic.rx_bytes + traffic.tx_bytes for traffic in others),
+            evaluator_bytes=self._evaluator_bytes(),
             server_cpu_s=self._end_cpu_s,
             state_sha256=state_sha256(self.core.state.x),
             declined=self.core.declined,
             reached_s=self._reached_s,
             overruns=self._overruns,
+            lost_pushes=self._lost_pushes,
             workers=[
                 WorkerTotals(rank, self.core.progress(rank).steps, traffic.rx_bytes, traffic.tx_bytes)
                 for rank, traffic in self._traffic.items()
