@@ -42,6 +42,7 @@ STATUSES = ("running", "finished", "failed", "interrupted")
 FLUSH_EVERY_S = 0.5
 """Least time between two flushes by `Trace.tick`, seconds."""
 
+LOCK_TRIES, LOCK_PAUSE_S = 5, 0.1
 RETRY_EVERY_S = 5.0
 """The same after a flush that failed."""
 
@@ -502,7 +503,11 @@ def held(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{folder}: its folder logs cannot be opened: {error.strerror}; start a new run") from error
     try:
-        if not _lock(file):
+        for _ in range(LOCK_TRIES):  # who only looks holds it for a moment
+            if free := _lock(file):
+                break
+            time.sleep(LOCK_PAUSE_S)
+        if not free:
             raise UserError(f"{folder}: this run is still going on; wait for its end, or end it")
         yield
     finally:
@@ -516,14 +521,14 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _lock(file)
+        return not _lock(file, fcntl.LOCK_SH)
     finally:
         os.close(file)
 
 
-def _lock(file: int) -> bool:
+def _lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

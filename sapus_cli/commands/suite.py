@@ -149,10 +149,13 @@ class _View:
 
     def note(self, text: str) -> None:
         """Say it."""
+        from rich.text import Text  # noqa: PLC0415
+
         if self._is_plain:
             self._say(text)
         elif not self._silent:
-            self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            # A Text, not markup=False, which the bars would be drawn with as well.
+            self._bars.console.print(Text(text), soft_wrap=True)
 
     def progress(self, name: str, progress: Progress) -> None:
         """Show it on a terminal, and now and then elsewhere."""

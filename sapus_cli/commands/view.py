@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from sapus_cli.traces import incomplete_traces
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from sapus_cli.drivers.control import Happened, Measured, Status
+    from sapus_cli.drivers.control import Happened, Measured, Status, WorkerStatus
     from sapus_cli.drivers.launch import Observer, Outcome, Plan
 
 PLAIN_EVERY_S = 2.0
@@ -177,6 +178,12 @@ class PlainView(_Figures):
             _say(_line(event))
 
 
+def _doing(worker: WorkerStatus) -> str:
+    if worker.away:
+        return "[dim]away[/dim]"
+    return "[yellow]waits[/yellow]" if worker.waiting else "[green]computes[/green]"
+
+
 def _is_ordinary(event: Happened) -> bool:
     """Whether an event is one of every run that nothing happens to."""
     return (
@@ -199,8 +206,9 @@ class ByHandView(PlainView):
         _say(f"waiting for {plan.config.workers} workers: {plan.join}")
 
     def happened(self, event: Happened) -> None:
-        """Say everything."""
-        _say(_line(event))
+        """Say everything but what comes every half minute."""
+        if event.event != "checkpoint" or not _is_ordinary(event):
+            _say(_line(event))
 
 
 class LiveView(_Figures):
@@ -240,7 +248,8 @@ class LiveView(_Figures):
     def happened(self, event: Happened) -> None:
         """Put what is out of the ordinary above the bar, where it stays."""
         if not _is_ordinary(event):
-            self._console.print(_line(event), highlight=False, markup=False)
+            # A Text, not markup=False, which the bar would be drawn with as well.
+            self._console.print(Text(_line(event)))
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -274,7 +283,7 @@ class LiveView(_Figures):
                 loss,
                 f"{worker.rx_bytes / 1e6:.1f}",
                 f"{worker.tx_bytes / 1e6:.1f}",
-                "[yellow]waits[/yellow]" if worker.waiting else "[green]computes[/green]",
+                _doing(worker),
             )
         if len(status.workers) > MOST_WORKERS_SHOWN:
             table.add_row(f"+{len(status.workers) - MOST_WORKERS_SHOWN} more", *[""] * 7)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LINGER_MS = 5000
 HANDSHAKE_MS = 30_000
 LOOK_S = 0.2
-SILENCE_S = 60.0
+SILENCE_S = 120.0
 ATTEMPT_S = 1.0
 
 
@@ -56,7 +56,7 @@ class Client:
     Raises from every call:
         DroppedError: the server does not know us any more: `renew`.
         RemoteProtocolError: the server sent what is no message, or refused ours.
-        RunFailedError: the endpoint is none, no answer to the greeting in time, or no sign of life for a minute.
+        RunFailedError: the endpoint is none, no answer to the greeting in time, or no sign of life for two minutes.
     """
 
     def __init__(

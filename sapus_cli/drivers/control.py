@@ -58,7 +58,10 @@ class Released(_Control, frozen=True, tag="released"):
 
 
 class WorkerStatus(Struct, frozen=True):
-    """One worker as the server sees it; `loss` is the mean of its last interval, NaN before that."""
+    """One worker as the server sees it.
+
+    `loss` is the mean of its last interval, NaN before the first; `away` is a worker that has not come yet or has left.
+    """
 
     rank: int
     steps: int
@@ -70,6 +73,7 @@ class WorkerStatus(Struct, frozen=True):
     rx_frames: int
     tx_frames: int
     waiting: bool
+    away: bool
 
 
 class Status(_Control, frozen=True, tag="status"):

@@ -124,7 +124,7 @@ class Outcome:
     record: dict[str, Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Child:
     role: str
     rank: int
@@ -530,10 +530,13 @@ class Launcher:
         if self._is_ending():  # what was unread may have said so
             return
         for child in sorted(dead, key=lambda child: child.role != "server"):
+            if child not in self._children:
+                continue  # it has been put down meanwhile
             how = _how(child.process.exitcode)
-            failure = f"the {child.name} process {how}\n{_last_lines(self._folder / 'logs' / child.log)}".strip()
-            self._last_failure = failure
-            self._note_event(Happened(self._now(), "crash", child.role, child.rank, how))
+            log = _last_lines(self._folder / "logs" / child.log)
+            self._last_failure = failure = f"the {child.name} process {how}\n{log}".strip()
+            why = "" if how.startswith("was killed") else log.rpartition("\n")[2].strip()[:200]
+            self._note_event(Happened(self._now(), "crash", child.role, child.rank, f"{how}: {why}" if why else how))
             self._put_down(child)
             again = self._may_start_again(child)
             if not again and (child.role != "worker" or self._released_s is None or self._is_hopeless(child)):
@@ -677,9 +680,12 @@ class Launcher:
             self._put_down(child)
 
     def _put_down(self, child: _Child) -> None:
+        if child not in self._children:
+            return
         child.process.kill()
         child.process.join()
         child.pipe.close()
+        child.silent = True
         self._children.remove(child)
 
     def _note_missed_faults(self) -> None:

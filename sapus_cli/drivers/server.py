@@ -784,6 +784,7 @@ class Server:
             self._forget(peer)
             self._tell_event("drop", 0, f"silent for {limit_s:g} s", "evaluator")
         for rank in self._attendance.overdue(now):
+            self._tell_event("drop", rank, f"has not come back within {RETURN_S:g} s")
             self._bury(rank, returns=False)
         trains = self.core.started and not self._stopped and self._end_s is None
         if trains and self._attendance.fails(now):
@@ -949,6 +950,7 @@ class Server:
             rx_frames=traffic.rx_frames,
             tx_frames=traffic.tx_frames,
             waiting=rank in self.core.waiting,
+            away=peer is None or peer.left,
         )
 
     def _evaluator_bytes(self) -> int:
