@@ -1049,10 +1049,17 @@ def _rank(row: Row, sort: str) -> tuple[bool, bool, float]:
     return (cell.value is None, cell.bound != "", value if METRICS[sort].better == "less" else -value)
 
 
-def _notes_on_rows(runs: Iterable[Run]) -> list[str]:
+def _notes_on_rows(runs: Sequence[Run]) -> list[str]:
+    notes = []
     lacking = [(run.name, names) for run in runs if (names := traces.incomplete_traces(run.record))]
-    listed = ", ".join(f"{name} ({', '.join(names)})" for name, names in lacking)
-    return [f"rows are missing, the disk did not take them: {listed}"] if lacking else []
+    if lacking:
+        listed = ", ".join(f"{name} ({', '.join(names)})" for name, names in lacking)
+        notes.append(f"rows are missing, the disk did not take them: {listed}")
+    undone = [(run.name, lost) for run in runs if (lost := (run.record.get("summary") or {}).get("lost_pushes"))]
+    if undone:
+        listed = ", ".join(f"{name} ({lost})" for name, lost in undone)
+        notes.append(f"a server was killed and pushes lost, evaluations of what they had made count: {listed}")
+    return notes
 
 
 def _notes(rows: list[Row], target: float) -> list[str]:

@@ -239,6 +239,17 @@ def test_a_comparison_says_that_rows_are_missing(tmp_path: Path) -> None:
     assert "rows are missing, the disk did not take them: b (evals.csv, pushes.csv)" in said
 
 
+def test_a_comparison_says_what_was_lost_with_a_server(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "bsp")
+    for name, lost in (("b", 1), ("c", 7)):
+        folder = make_run(tmp_path / name, "asp", seed=lost)
+        record = read_run(folder)
+        write_run(folder, record | {"summary": {**(record.get("summary") or {}), "lost_pushes": lost}})
+    done = sapus("compare", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "evaluations of what they had made count: b (1), c (7)" in " ".join(done.stdout.split())
+
+
 # A results folder that is removed, two runs in one
 
 
