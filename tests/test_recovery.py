@@ -10,16 +10,18 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import pytest
 import torch
 import zmq
 
 from sapus_cli import registry, traces
-from sapus_cli.checkpoint import Checkpoints
-from sapus_cli.cluster import ClusterProfile
+from sapus_cli.checkpoint import Checkpoints, read_state
+from sapus_cli.cluster import ClusterProfile, Link
 from sapus_cli.codec import (
     PROTOCOL_VERSION,
     Beat,
@@ -40,15 +42,16 @@ from sapus_cli.codec import (
 )
 from sapus_cli.commands.view import Quiet
 from sapus_cli.config import Recovery, RunConfig
+from sapus_cli.drivers import roles
 from sapus_cli.drivers.attendance import Attendance
 from sapus_cli.drivers.client import SILENCE_S, Client
 from sapus_cli.drivers.control import Begin, Ended, Gone, Happened, Released, Restart, hear, tell
 from sapus_cli.drivers.launch import END_S, HANGS_S, LAST_CHECKPOINT_S, Launcher, _Child, pause_s
-from sapus_cli.drivers.server import Server, bind
+from sapus_cli.drivers.server import Server, Traffic, bind
 from sapus_cli.drivers.worker import Worker
-from sapus_cli.errors import DroppedError
+from sapus_cli.errors import DroppedError, UserError
 from sapus_cli.protocol import Outgoing, ServerCore
-from sapus_cli.strategy import Setting
+from sapus_cli.strategy import ServerState, Setting
 from strategies.adacomm import AdaComm
 from strategies.asp import Asp
 from strategies.bsp import Bsp
@@ -59,7 +62,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from sapus_cli.strategy import AnyStrategy
+    from sapus_cli.strategy import AnyStrategy, Vec
 
 
 def push(seq: int, version: int = 0, **more: Any) -> Push:
@@ -511,6 +514,132 @@ def test_who_is_silent_is_dropped_and_a_barrier_goes_on(tmp_path: Path) -> None:
     silent.close()
     ended = serving.finish()
     assert ended.steps == 5
+
+
+class Frame(bytes):
+    """A frame as the socket hands it over."""
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self)
+
+    @property
+    def bytes(self) -> bytes:
+        return self
+
+
+@contextmanager
+def server_alone(folder: Path, n_workers: int, **more: Any) -> Iterator[Server]:
+    """A server that nobody runs."""
+    serving = Serving(folder, Asp(), n_workers, **more)
+    yield serving.server
+    serving._socket.close(linger=0)
+    serving.trace.close()
+
+
+def greet(server: Server, incarnation: int, rank: int = -1, role: Any = "worker") -> None:
+    hello = Hello(protocol=PROTOCOL_VERSION, role=role, incarnation=incarnation, rank=rank)
+    server._receive(cast("Any", [Frame(bytes([incarnation])), Frame(encode(hello))]))
+
+
+def test_two_who_come_for_two_that_died_get_two_ranks(tmp_path: Path) -> None:
+    with server_alone(tmp_path, 3) as server:
+        for rank in range(3):
+            greet(server, 1 + rank, rank)
+        for rank in (0, 2):
+            server._bury(rank, returns=False)
+        greet(server, 11)
+        greet(server, 12)  # before the other has pulled
+        assert {rank: peer.incarnation for rank, peer in server._workers.items()} == {0: 11, 1: 2, 2: 12}
+
+
+def test_who_says_that_it_leaves_is_not_silent_however_long_a_link_holds_that(tmp_path: Path) -> None:
+    with server_alone(tmp_path, 1, recovery=Recovery(worker_timeout_s=1.0)) as server:
+        greet(server, 1)
+        peer = server._workers[0]
+        server._profile = ClusterProfile(step_s=0.1, link=Link(1.0))
+        server._released = time.monotonic()
+        server._receive(cast("Any", [Frame(b"\1"), Frame(encode(Leave(reason="done")))]))
+        assert (peer.held, peer.left) == (1, False)
+        server._look_for_silence(time.monotonic() + 100)
+        assert not server._attendance.lost
+
+
+def test_a_checkpoint_keeps_what_the_evaluator_and_the_time_before_have_cost(tmp_path: Path) -> None:
+    with server_alone(tmp_path, 1) as server:
+        greet(server, 1, role="evaluator")
+        evaluator_bytes = server._remembered()["evaluator_bytes"]
+        assert isinstance(evaluator_bytes, int)
+        assert evaluator_bytes > 40
+        server._forget(server._incarnations[1])
+        assert server._remembered()["evaluator_bytes"] == evaluator_bytes
+        server._cpu_before_s = 12.0
+        assert server._remembered()["cpu_s"] == 12.0, "before the release of a run that is resumed"
+
+
+def test_a_server_waits_for_nobody_who_was_done_before_the_one_whose_place_it_takes(tmp_path: Path) -> None:
+    with server_alone(tmp_path, 2) as server:
+        for rank in (0, 1):
+            greet(server, 1 + rank, rank)
+            server._pull(server._workers[rank], Pull(fingerprint="f"))
+        server._leave(server._workers[0], Leave(reason="done"))
+        remembered = server._remembered()
+    assert remembered["done"] == [0]
+    (tmp_path / "next").mkdir()
+    with server_alone(tmp_path / "next", 2) as server:
+        server.restore(cast("Any", remembered), Restart("", time.monotonic()))
+        assert [server._attendance.is_missing(rank) for rank in (0, 1)] == [False, True]
+        greet(server, 5, 1)
+        server._pull(server._workers[1], Pull(fingerprint="f"))
+        server._leave(server._workers[1], Leave(reason="done"))
+        assert server._end_s is not None
+
+
+def test_what_a_dead_server_had_sent_and_lost_is_counted(tmp_path: Path) -> None:
+    with server_alone(tmp_path, 1) as server:
+        greet(server, 1)
+        server._pull(server._workers[0], Pull(fingerprint="f"))
+        remembered = server._remembered() | {"pushes": {0: 5}}
+        status = server._status()
+    worker = msgspec.structs.replace(status.workers[0], pushes=8, rx_bytes=900, tx_bytes=800, rx_frames=9, tx_frames=7)
+    status = msgspec.structs.replace(status, cpu_s=3.0, evaluator_bytes=70, workers=[worker])
+    (tmp_path / "next").mkdir()
+    with server_alone(tmp_path / "next", 1) as server:
+        server.restore(cast("Any", remembered), Restart("", time.monotonic(), status))
+        assert server._lost_pushes == 3
+        assert server._traffic[0] == Traffic(900, 800, 9, 7)
+        assert (server._evaluator_bytes(), server._cpu_before_s) == (70, 3.0)
+
+
+@dataclass
+class Secretive(ServerState):
+    """Keeps what no checkpoint can hold."""
+
+    secret: object = field(default_factory=object)
+
+
+@dataclass(frozen=True)
+class Unsavable(Asp):
+    """asp with a state that cannot be saved."""
+
+    def init_server(self, x0: Vec, n_workers: int) -> Any:
+        return Secretive(x0)
+
+
+def test_a_state_that_cannot_be_saved_is_told_and_the_model_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    serving = Serving(tmp_path, Unsavable(), 1, checkpoints=checkpoints)
+    serving.server.core.state.x.fill_(3.0)
+    serving.server.save()
+    (event,) = serving.events("checkpoint")
+    assert event.detail.startswith("without the strategy's state: ")
+    assert "secret" in event.detail
+    assert serving.server._next_checkpoint_s == math.inf, "it would be said again and again"
+    assert read_state(tmp_path).tolist() == [3.0, 3.0, 3.0]
+    with pytest.raises(UserError, match="holds the model alone"):
+        roles.recall(checkpoints, Unsavable(), cast("Any", None))
+    serving._socket.close(linger=0)
+    serving.trace.close()
 
 
 def test_news_of_a_worker_that_never_came_is_taken(tmp_path: Path) -> None:
