@@ -271,10 +271,15 @@ def _recovery(
         _real("--worker-timeout", text="Seconds without a sign of life until a worker is let go.", panel=FAULTS),
     ] = _DEFAULT.worker_timeout_s,
     min_workers: Annotated[
-        int, whole("--min-workers", text="Workers that must not be lost, or the run fails.", panel=FAULTS)
+        int,
+        whole(
+            "--min-workers",
+            text="Least number of workers; with fewer for longer than --worker-timeout the run fails.",
+            panel=FAULTS,
+        ),
     ] = _DEFAULT.min_workers,
     max_restarts: Annotated[
-        int, whole("--max-restarts", text="How often a process that died is started again; 0: never.", panel=FAULTS)
+        int, whole("--max-restarts", text="How often each process that dies is started again; 0: never.", panel=FAULTS)
     ] = _DEFAULT.max_restarts,
     checkpoint_every: Annotated[
         float, _real("--checkpoint-every", text="Seconds between two checkpoints of the server.", panel=FAULTS)
