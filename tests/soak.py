@@ -403,7 +403,7 @@ def check(soaked: Soaked) -> None:
     assert set(crashes) <= {"was killed by SIGKILL"}, f"a process ended by an error of its own: {crashes}"
     pushes, totals = frames["pushes"], record["totals"]
     assert len(pushes) == totals["pushes"] == totals["version"]
-    assert pushes["n_steps"].sum() == totals["steps"]
+    assert pushes["n_steps"].sum() == totals["steps"], "steps"
     by_steps = "--seconds" not in case.options
     for worker in totals["workers"]:
         rows = pushes.filter(pl.col("worker") == worker["rank"]).sort("seq")
@@ -412,9 +412,9 @@ def check(soaked: Soaked) -> None:
         assert rows["n_steps"].sum() == worker["steps"]
         if by_steps:
             assert worker["steps"] == record["steps_per_worker"], f"worker {worker['rank']}"
-    assert frames["evals"]["t_s"].is_sorted()
+    assert frames["evals"]["t_s"].is_sorted(), "evals.csv"
     assert totals["end_s"] < soaked.alive_s, "the time of the run goes faster than the clock"
-    assert frames["evals"]["version"][-1] == totals["version"]
+    assert frames["evals"]["version"][-1] == totals["version"], "the final state was not tested"
     for log in (folder / "logs").iterdir():
         assert "Traceback" not in log.read_text(), log.name
     assert not list(soaked.scratch.iterdir()), "temporary files are left"

@@ -46,6 +46,7 @@ from sapus_cli.drivers import roles
 from sapus_cli.drivers.attendance import Attendance
 from sapus_cli.drivers.client import SILENCE_S, Client
 from sapus_cli.drivers.control import Begin, Ended, Gone, Happened, Released, Restart, hear, tell
+from sapus_cli.drivers.evaluator import run as run_evaluator
 from sapus_cli.drivers.launch import END_S, HANGS_S, LAST_CHECKPOINT_S, Launcher, _Child, pause_s
 from sapus_cli.drivers.server import Server, Traffic, bind
 from sapus_cli.drivers.worker import Worker
@@ -777,6 +778,22 @@ def test_who_takes_the_place_of_a_dead_one_may_come_before_the_news_of_the_death
     assert set(serving.server._incarnations) == {2}
     serving._socket.close(linger=0)
     serving.trace.close()
+
+
+def test_the_last_result_is_on_disk_before_the_server_hears_of_it(tmp_path: Path) -> None:
+    rows: list[int] = []
+
+    def send(message: Any) -> None:
+        if isinstance(message, Evaluated):
+            rows.append(len(traces.read_trace(tmp_path, "evals")))
+
+    state = State(version=3, t_s=1.0, final=True)
+    client: Any = SimpleNamespace(welcome=SimpleNamespace(elements=1), send=send, receive=lambda *_: state)
+    tests: Any = SimpleNamespace(evaluate=lambda _: (1.0, 0.5))
+    with traces.Trace(tmp_path / "evals.csv", traces.EVALS) as trace:
+        trace.tick(time.monotonic())
+        run_evaluator(client, tests, trace, every_s=0.1, n_train=10)
+    assert rows == [1]
 
 
 # What the launcher makes of it.

@@ -48,6 +48,8 @@ def run(client: Client, tests: Tests, trace: Trace, *, every_s: float, n_train: 
         final = state.final
         loss, accuracy = tests.evaluate(vector)
         trace.row((state.t_s, state.version, state.samples, state.samples / n_train, loss, accuracy))
+        if final:
+            trace.flush()  # when the server has heard of it the run may end, and this process with it
         trace.tick(time.monotonic())
         client.send(
             Evaluated(
