@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from inside import Inside
+from processes import end_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +26,12 @@ def _own_cache_one_thread_and_no_main(tmp_path_factory: pytest.TempPathFactory) 
         patch.setenv("SAPUS_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setitem(sys.modules, "__main__", ModuleType("__main__"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running() -> Iterator[None]:
+    yield
+    end_all()
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+STARTED: list[Background] = []
+"""All that were started, so that none is left behind by a test that fails."""
 SAPUS = [sys.executable, "-c", "from sapus_cli.cli import main; main()"]
 
 
@@ -50,6 +52,9 @@ class Background:
 
     process: subprocess.Popen[str]
     results: Path
+
+    def __post_init__(self) -> None:
+        STARTED.append(self)
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 40) -> None:
         """Wait until something can be seen."""
@@ -107,6 +112,18 @@ def start(cwd: Path, *arguments: str, **environment: str) -> Background:
         start_new_session=True,
     )
     return Background(process, cwd / "results")
+
+
+def end_all() -> None:
+    """End what still runs."""
+    while STARTED:
+        process = STARTED.pop().process
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def all_gone(processes: list[psutil.Process], seconds: float) -> bool:

@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -157,8 +158,8 @@ class Soak:
 
     def __init__(self, case: Case, cwd: Path) -> None:
         self._cwd = cwd
-        self._scratch = cwd / "tmp"
-        self._scratch.mkdir(parents=True)
+        cwd.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix="soak-"))  # not below cwd: it has to hold sockets
         self._log = cwd / "err"
         self.result = Soaked(case, cwd / "results" / case.name, self._scratch)
         self._case = case
@@ -418,6 +419,7 @@ def check(soaked: Soaked) -> None:
     for log in (folder / "logs").iterdir():
         assert "Traceback" not in log.read_text(), log.name
     assert not list(soaked.scratch.iterdir()), "temporary files are left"
+    soaked.scratch.rmdir()
     assert not list(folder.glob("**/*.tmp"))
     assert all(n < 15 for n in soaked.zombies.values()), f"a zombie stayed for 3 s: {soaked.zombies}"
     if case.strategy not in MIXING and "null" in case.options:

@@ -239,6 +239,16 @@ def test_a_comparison_says_that_rows_are_missing(tmp_path: Path) -> None:
     assert "rows are missing, the disk did not take them: b (evals.csv, pushes.csv)" in said
 
 
+def test_a_folder_of_temporary_files_that_cannot_hold_a_socket_is_one_line(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    done = sapus("run", "--workers", "1", cwd=tmp_path, TMPDIR=str(deep))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "set TMPDIR to a shorter one" in done.stderr
+    assert not (tmp_path / "results").exists()
+    assert not list(deep.iterdir())
+
+
 def test_a_comparison_says_what_was_lost_with_a_server(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "bsp")
     for name, lost in (("b", 1), ("c", 7)):

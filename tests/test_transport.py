@@ -184,7 +184,7 @@ def test_the_path_of_a_worker_that_is_replaced_before_it_pulled_is_taken_back() 
         fingerprint="f",
         config=b"",
         shared=True,
-        launcher=nothing,
+        launcher=cast("Any", SimpleNamespace(poll=lambda: False)),
         pushes=nothing,
         target_accuracy=None,
     )

@@ -11,6 +11,7 @@ import platform
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 MIB = 1 << 20
+MOST_ADDRESS, LISTENER = 107, len("/listener-12345678")
+"""Bytes of a UNIX socket's path, and of multiprocessing's name for its own."""
 MANY_FILES = 10_240
 """Open files where there is no hard limit; macOS lets nobody have more."""
 SCRATCH = "SAPUS_SCRATCH"
@@ -98,7 +101,16 @@ def fork_server(preload: list[str], scratch: str = "") -> ForkServerContext:
     """The context that children are started from. Its server begins to import `preload` now.
 
     However this process ends, the server takes away the folder of multiprocessing's socket, and `scratch`, a folder.
+
+    Raises:
+        UserError: the path of that socket would be longer than the system takes.
     """
+    room = MOST_ADDRESS - len(os.fsencode(util.get_temp_dir())) - LISTENER
+    if room < 0:
+        raise UserError(
+            f"{tempfile.gettempdir()}: this folder of temporary files has too long a name for a socket in it, by "
+            f"{-room} bytes; set TMPDIR to a shorter one"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sapus_cli.drivers.janitor", *preload])
     folders = [util.get_temp_dir(), *([scratch] if scratch else [])]
