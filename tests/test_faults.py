@@ -250,7 +250,7 @@ def test_what_cannot_be_resumed_is_refused_in_one_line(
 
     run = str(interrupted)
     assert "there is no run.json" in refused(str(tmp_path))
-    assert "--model: " in refused(run, "--model", "null:6")
+    assert f"--model: {run} was started with null:5, not null:6; leave it out" in refused(run, "--model", "null:6")
     assert "--strategy: " in refused(run, "--strategy", "bsp")
     assert "--step-time: " in refused(run, "--step-time", "5ms")
     assert "--results: the run goes on in its folder" in refused(run, "--results", str(tmp_path))

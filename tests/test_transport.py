@@ -196,6 +196,7 @@ def test_the_path_of_a_worker_that_is_replaced_before_it_pulled_is_taken_back() 
         paths.append(Path(segment.path))
         assert paths[-1].exists()
         server._attendance.lose(0)
+        server._workers[0].left = True
     assert [path.exists() for path in paths] == [False, True]
 
 

@@ -112,8 +112,9 @@ def resumable(folder: Path, asked: RunConfig, given: Iterable[tuple[str, str | N
     for option_name, field in given:
         if option_name in {"--results", "--name"}:
             raise UserError(f"{option_name}: the run goes on in its folder, {folder}; leave it out")
-        if field is not None and getattr(asked, field) != getattr(config, field):
-            raise UserError(f"{option_name}: {folder} was started with another one; leave it out, or start a new run")
+        if field is not None and (value := getattr(asked, field)) != (before := getattr(config, field)):
+            others = f"{before}, not {value}" if isinstance(before, str | int | float) else "another one"
+            raise UserError(f"{option_name}: {folder} was started with {others}; leave it out, or start a new run")
     return config
 
 
