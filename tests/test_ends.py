@@ -55,7 +55,7 @@ def test_an_interrupt_before_training_leaves_nothing_behind(tmp_path: Path) -> N
     assert all_gone(family, 8)
 
 
-@pytest.mark.parametrize(("role", "name"), [("worker-1", "worker 1"), ("server", "server"), ("evaluator", "evaluator")])
+@pytest.mark.parametrize(("role", "name"), [("server", "server"), ("evaluator", "evaluator")])
 def test_a_process_that_is_killed_ends_a_run_that_cannot_do_without(tmp_path: Path, role: str, name: str) -> None:
     run = start(tmp_path, *LONG, "--max-restarts", "0", "--min-workers", "3", "--worker-timeout", "0.5")
     run.wait_for_pushes()

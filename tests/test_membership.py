@@ -233,7 +233,7 @@ class Crowd(InMemory):
 
 
 @pytest.mark.parametrize("name", sorted(strategies.REGISTRY))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 4), st.binary(min_size=60, max_size=240))
 def test_any_coming_and_going_ends_well(name: str, n_workers: int, events: bytes) -> None:
     crowd = make(name, n_workers)
