@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
@@ -29,6 +28,9 @@ DEPTH = 3
 
 _CANNOT_MATTER = frozenset({"strategy", "params", "seed", "data_dir", "download", "device", "cluster"})
 """Entries of the config that say where data lie, or that the record holds in a resolved form."""
+
+OPTIONS = ("optimizer", "wire", "weight_decay", "momentum", "lr")
+"""Conditions that a strategy may have its own of, the one that matters most first."""
 
 _STALE_FRACTION = 0.99
 
@@ -62,7 +64,9 @@ class Run:
         """The strategy and the hyper-parameters that were given, as in "local-sgd h=16"."""
         resolved = self.hyper_parameters
         given = self.record["config"].get("params") or {}
-        return " ".join([self.strategy, *(f"{key}={_cell(resolved.get(key, given[key]))}" for key in sorted(given))])
+        return " ".join(
+            [self.strategy, *(f"{key}={value_text(resolved.get(key, given[key]))}" for key in sorted(given))]
+        )
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:
@@ -219,11 +223,16 @@ class Group:
         label: what people call it; no two groups that were made together have the same.
         runs: by seed, one a seed.
         repeats: older runs of a seed that a newer one replaced.
+        plain: its strategy and the hyper-parameters that were given; what the label begins with.
     """
 
     label: str
     runs: list[Run]
     repeats: list[Run] = dataclasses.field(default_factory=list)
+    plain: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plain = self.label
 
     @property
     def seeds(self) -> list[int]:
@@ -244,6 +253,11 @@ class Group:
     def setting(self) -> dict[str, Any]:
         """What all of its runs share, strategy and hyper-parameters aside; see `setting_of`."""
         return setting_of(self.runs[0])
+
+    @functools.cached_property
+    def conditions(self) -> str:
+        """The same without `OPTIONS`, as one text."""
+        return _key({key: value for key, value in self.setting.items() if key not in OPTIONS})
 
 
 def setting_of(run: Run) -> dict[str, Any]:
@@ -284,8 +298,8 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     """
     by_key: dict[str, list[Run]] = {}
     for run in runs:
-        key = {"strategy": run.strategy, "hyper": run.hyper_parameters, "setting": setting_of(run)}
-        by_key.setdefault(json.dumps(_plain_values(key), sort_keys=True, default=str), []).append(run)
+        key = _key({"strategy": run.strategy, "hyper": run.hyper_parameters, "setting": setting_of(run)})
+        by_key.setdefault(key, []).append(run)
     groups = sorted((_group(members) for members in by_key.values()), key=_order)
     by_label: dict[str, list[Group]] = {}
     for group in groups:
@@ -325,35 +339,41 @@ def _sortable(value: Any) -> tuple[int, float, str]:
 
 
 def _tell_apart(same: list[Group]) -> None:
-    facts = [{**group.runs[0].hyper_parameters, **_named_setting(group.runs[0])} for group in same]
-    keys = _differing(facts)
+    facts = [{**group.runs[0].hyper_parameters, **named_setting(group.runs[0])} for group in same]
+    keys = differing(facts)
     for group, fact in zip(same, facts, strict=True):
-        words = [f"{_SHORT.get(key, key)}={_cell(fact.get(key))}" for key in keys]
-        group.label = " ".join([group.label, *words])
+        group.label = " ".join([group.label, *label_words(fact, keys)])
 
 
-def _named_setting(run: Run) -> dict[str, Any]:
+def label_words(facts: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """What is behind the name of a group: some of its conditions, each as in "workers=4"."""
+    return [f"{_SHORT.get(key, key)}={value_text(facts.get(key))}" for key in keys]
+
+
+def named_setting(run: Run) -> dict[str, Any]:
+    """What `setting_of` gives, and the name of the cluster profile."""
     return {**setting_of(run), "cluster": (run.record.get("cluster") or {}).get("name")}
 
 
-def _differing(facts: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys that have more than one value; of cluster profiles the name alone, if it says it all."""
     values: dict[str, set[str]] = {}
     for fact in facts:
         for key in fact:
             values.setdefault(key, set())
     for key, seen in values.items():
-        seen.update(_cell(fact.get(key)) for fact in facts)
+        seen.update(value_text(fact.get(key)) for fact in facts)
     keys = [key for key, seen in values.items() if len(seen) > 1]
     inner = [key for key in keys if key.startswith("cluster.")]
-    names = {_cell(fact.get("cluster")) for fact in facts}
-    pairs = {(_cell(fact.get("cluster")), *(_cell(fact.get(key)) for key in inner)) for fact in facts}
+    names = {value_text(fact.get("cluster")) for fact in facts}
+    pairs = {(value_text(fact.get("cluster")), *(value_text(fact.get(key)) for key in inner)) for fact in facts}
     contents = {pair[1:] for pair in pairs}
     by_name = len(names) == len(pairs) == len(contents)
     return [key for key in keys if key not in (inner if by_name else ["cluster"])]
 
 
-def _cell(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """The value of a condition in few letters."""
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
@@ -478,6 +498,27 @@ def bytes_by(run: Run, seconds: float) -> float | None:
 
     t_s, n_bytes = bytes_over_time(run)
     return float(np.interp(seconds, t_s, n_bytes)) if len(t_s) else None
+
+
+def server_cpu_by(run: Run, seconds: float) -> float | None:
+    """CPU seconds of the server's process up to `seconds` after the start, interpolated between its samples.
+
+    What it had used before the start is not in them: that is the last sample less the total of run.json, or what the
+    first sample says in a run without one. After the last sample it is what the run ended with. None without samples.
+    """
+    import numpy as np  # noqa: PLC0415
+
+    t_s, cpu_s = (run.server[name].to_numpy().astype(float) for name in ("t_s", "cpu_s"))
+    if not len(t_s):
+        return None
+    total, end_s = (run.record.get("totals") or {}).get("server_cpu_s"), run.summary.get("seconds")
+    before = float(cpu_s[0])
+    if total is not None and end_s is not None:
+        if end_s <= t_s[-1]:
+            before = float(np.interp(end_s, t_s, cpu_s)) - total
+        else:
+            t_s, cpu_s = np.append(t_s, end_s), np.append(cpu_s, total + before)
+    return float(np.interp(seconds, np.append(0.0, t_s), np.append(0.0, np.maximum(cpu_s - before, 0))))
 
 
 WINDOW_S = 1.0
@@ -678,12 +719,65 @@ class Target(NamedTuple):
     rule: str
 
 
+class Asked(NamedTuple):
+    """What the suite says of a run that lies in its folder.
+
+    Attributes:
+        suite: name of the suite.
+        place: which of its runs it is, from 0.
+        target: the accuracy that times are to, a fraction, if it says one.
+    """
+
+    suite: str
+    place: int
+    target: float | None
+
+
+def asked_by_suites(runs: Iterable[Run]) -> dict[Run, Asked]:
+    """What suite.json in the folder above says of each run; runs that are in none are left out."""
+    suites: dict[Path, dict[str, Asked]] = {}
+    found = {}
+    for run in runs:
+        folder = run.folder.resolve().parent
+        if folder not in suites:
+            suites[folder] = _cells_of(folder)
+        if run.name in suites[folder]:
+            found[run] = suites[folder][run.name]
+    return found
+
+
+def _cells_of(folder: Path) -> dict[str, Asked]:
+    try:
+        suite = json.loads((folder / "suite.json").read_bytes())
+        cells = list(suite.get("cells") or [])
+        targets = [value if isinstance(value := one.get("target"), float) and 0 < value <= 1 else None for one in cells]
+        name = str(suite.get("suite", folder.name))
+        return {one["name"]: Asked(name, i, target) for i, (one, target) in enumerate(zip(cells, targets, strict=True))}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {}  # the runs say all that is needed
+
+
+def suite_target(groups: Sequence[Group]) -> Target | None:
+    """The target that the suite says, if it says the same one of every run."""
+    runs = [run for group in groups for run in group.runs]
+    asked = asked_by_suites(runs)
+    targets = {asked[run].target if run in asked else None for run in runs}
+    target = targets.pop() if len(targets) == 1 else None
+    if target is None:
+        return None
+    return Target(target, f"set by the suite {' and '.join(sorted({one.suite for one in asked.values()}))}")
+
+
 def default_target(groups: Sequence[Group]) -> Target:
-    """The greatest accuracy, in steps of half a percentage point, that every run reached which was evaluated at all.
+    """The target of the suite that all runs are of, see `suite_target`, or what every run reached.
+
+    That is the greatest accuracy, in steps of half a percentage point, that every run reached which was evaluated.
 
     Raises:
         UserError: no run was evaluated, or one did not reach even half a point.
     """
+    if (target := suite_target(groups)) is not None:
+        return target
     best = [(value, run) for group in groups for run in group.runs if (value := best_accuracy(run)) is not None]
     if not best:
         raise UserError("none of the runs was evaluated, so there is no accuracy to compare; train for longer")
@@ -753,9 +847,29 @@ def _bytes(run: Run, target: float) -> tuple[float | None, Bound]:
     return bytes_by(run, reached.seconds), ">" if reached.censored else ""
 
 
+def _server_cpu(run: Run, target: float) -> tuple[float | None, Bound]:
+    reached = time_to(run, target)
+    return server_cpu_by(run, reached.seconds), ">" if reached.censored else ""
+
+
 def _final(run: Run) -> float | None:
     accuracy = curve(run)[1]
     return accuracy[-1] if accuracy else None
+
+
+def _final_loss(run: Run, _target: float) -> tuple[float | None, Bound]:
+    """That of the last evaluation; of a run that diverged all that is known is that it is above the last number."""
+    losses = run.evals.sort("t_s", maintain_order=True)["loss"].drop_nulls()
+    if losses.is_empty():
+        return None, ""
+    numbers = losses.filter(losses.is_finite())
+    bound: Bound = "" if math.isfinite(losses[-1]) else ">"
+    return (float(numbers[-1]) if len(numbers) else None), bound
+
+
+def _worst_class(run: Run) -> float | None:
+    known = run.evals.sort("t_s", maintain_order=True)["worst_class"].drop_nulls()
+    return None if known.is_empty() else float(known[-1])
 
 
 def _stale(place: int) -> Callable[[Run, float], tuple[float | None, Bound]]:
@@ -771,9 +885,13 @@ METRICS: Mapping[str, Metric] = {
     "speedup": Metric("speedup", "speed-up", "x", better="more", relative_to="time", inverse=True),
     "accuracy": Metric("accuracy", "final accuracy", "%", 100, "more", _plain(_final)),
     "best": Metric("best_accuracy", "best accuracy", "%", 100, "more", _plain(best_accuracy)),
+    "worst-class": Metric("worst_class_accuracy", "worst class", "%", 100, "more", _plain(_worst_class)),
+    "loss": Metric("final_loss", "final loss", of=_final_loss),
     "throughput": Metric("samples_per_s", "throughput", "samples/s", better="more", of=_plain(_samples_per_s)),
     "cpu": Metric("server_cpu_percent", "server CPU", "%", of=_plain(_cpu_percent)),
     "cpu-reduction": _reduction("cpu", "server CPU saved", "server_cpu_reduction_percent"),
+    "cpu-time": Metric("server_cpu_s_to_target", "server CPU to target", "s", of=_server_cpu),
+    "cpu-time-reduction": _reduction("cpu-time", "CPU time saved", "server_cpu_s_to_target_reduction_percent"),
     "bandwidth": Metric("gbit_per_s", "bandwidth", "Gbit/s", of=_plain(_mean_gbit_per_s)),
     "bandwidth-reduction": _reduction("bandwidth", "bandwidth saved", "gbit_per_s_reduction_percent"),
     "peak": Metric("peak_gbit_per_s", "peak bandwidth", "Gbit/s", of=_plain(peak_gbit_per_s)),
@@ -788,58 +906,144 @@ METRICS: Mapping[str, Metric] = {
 
 
 class Row(NamedTuple):
-    """A group and its figures by name of the metric."""
+    """A group and its figures by name of the metric.
+
+    Attributes:
+        group: the group.
+        cells: its figures.
+        target: the accuracy that its times are to, a fraction.
+        baseline: the group that its ratios are to, if there is one.
+    """
 
     group: Group
     cells: dict[str, Estimate]
+    target: float
+    baseline: Group | None
 
 
-def baselines(groups: Sequence[Group], name: str) -> dict[str, Group]:
-    """Which group each group is compared with: label -> baseline.
+Targets: TypeAlias = "float | Mapping[str, float]"
+"""The accuracy that times are to, a fraction; or that of every group by its label."""
 
-    `name` is the label of one group, or a strategy. Where several groups have that strategy, a group is compared with
-    the one whose setting is the same as its own (`Group.setting`); if there is none, it has no baseline.
+
+def _target_of(group: Group, targets: Targets) -> float:
+    return targets if isinstance(targets, float | int) else targets[group.label]
+
+
+def named_baselines(groups: Sequence[Group], name: str) -> list[Group]:
+    """The groups that `--baseline name` means: those of a label, of its plain part, or of a strategy, in this order.
+
+    Several names stand with commas between them.
 
     Raises:
-        UserError: there is no such group; or several of them have one setting, so that it is open which is meant.
+        UserError: there is no such group.
     """
-    named = [group for group in groups if group.label == name] or [group for group in groups if group.strategy == name]
-    labels = ", ".join(group.label for group in groups)
-    if not named:
-        raise UserError(f"--baseline {name}: there is no such group; there are: {labels}")
+
+    def called(one: str) -> list[Group]:
+        ways = ([group for group in groups if one == own(group)] for own in _NAMES)
+        return next(filter(None, ways), [])
+
+    if whole := called(name):
+        return whole
+    found: list[Group] = []
+    for one in (part.strip() for part in name.split(",")):
+        if not (same := called(one)):
+            plain = ", ".join(dict.fromkeys(group.plain for group in groups))
+            raise UserError(f"--baseline {one}: there is no such group; there are: {plain}")
+        found += [group for group in same if group not in found]
+    return found
+
+
+_NAMES: Sequence[Callable[[Group], str]] = (
+    lambda group: group.label,
+    lambda group: group.plain,
+    lambda group: group.strategy,
+)
+
+
+def baselines(groups: Sequence[Group], name: str, target: Targets, *, unlike: bool = False) -> dict[str, Group]:
+    """Which group each group is compared with: label -> baseline.
+
+    If `name` means one group (`named_baselines`), that is it. Of several, a group is compared with the one that ran in
+    its own setting; `OPTIONS` may be a strategy's own, so of each strategy those are taken whose options are nearest.
+    Where that leaves several, it is the fastest: the one of the least mean time to the target. One that reached it with
+    every seed goes before one that did not. If none did, it is not known which is the fastest; then it is the one with
+    the least geometric mean of the times that it took at least, so that what bounds a ratio to it from below bounds
+    the ratio to the fastest.
+
+    A group without a baseline is left out; so are those whose target or, but for `unlike`, data, model or clock are not
+    those of the one group.
+
+    Raises:
+        UserError: there is no such group.
+    """
+    named = named_baselines(groups, name)
     if len(named) == 1:
-        return {group.label: named[0] for group in groups}
-    for one, other in itertools.combinations(named, 2):
-        if one.setting == other.setting:
-            raise UserError(f"--baseline {name}: may be '{one.label}' or '{other.label}'; give one of these labels")
-    found = {group.label: [base for base in named if base.setting == group.setting] for group in groups}
-    return {label: bases[0] for label, bases in found.items() if bases}
+        (base,) = named
+        alike = [group for group in groups if unlike or _workload(group) == _workload(base)]
+        return {group.label: base for group in alike if _target_of(group, target) == _target_of(base, target)}
+    candidates = {group.label: _in_the_setting_of(group, named) for group in groups}
+    return {label: _fastest(there, target) for label, there in candidates.items() if there}
+
+
+def _workload(group: Group) -> list[Any]:
+    return [group.setting[key] for key in _REFUSING]
+
+
+def _in_the_setting_of(group: Group, named: Iterable[Group]) -> list[Group]:
+    """Those that ran in the same setting but for `OPTIONS`; of each strategy those with the nearest options."""
+    by_strategy: dict[str, list[Group]] = {}
+    for base in named:
+        if base.conditions == group.conditions:
+            by_strategy.setdefault(_key([base.strategy, base.runs[0].hyper_parameters]), []).append(base)
+    found = []
+    for same in by_strategy.values():
+        alike = [tuple(base.setting.get(key) == group.setting.get(key) for key in OPTIONS) for base in same]
+        found += [base for base, one in zip(same, alike, strict=True) if one == max(alike)]
+    return found
+
+
+def _key(value: Any) -> str:
+    return json.dumps(_plain_values(value), sort_keys=True, default=str)
+
+
+def _fastest(groups: Sequence[Group], target: Targets) -> Group:
+    def rank(group: Group) -> tuple[bool, float]:
+        times = _by_seed(group, METRICS["time"], _target_of(group, target)).values()
+        seconds = [value for value, _ in times]
+        if not any(bound for _, bound in times):
+            return (False, math.fsum(seconds) / len(seconds))
+        return (True, math.prod(value ** (1 / len(seconds)) for value in seconds))
+
+    return min(groups, key=rank) if len(groups) > 1 else groups[0]
 
 
 def table(
     groups: Sequence[Group],
-    target: float,
+    target: Targets,
     baseline: str | None = "bsp",
     metrics: Iterable[str] = METRICS,
+    *,
+    unlike: bool = False,
 ) -> list[Row]:
     """The figures of every group.
 
     Args:
         groups: from `group_runs`.
-        target: test accuracy, a fraction.
+        target: test accuracy, a fraction, of all or of each.
         baseline: what ratios are to, see `baselines`; None: no ratios.
         metrics: which figures, names of `METRICS`.
+        unlike: the baseline may have other data, another model or another clock.
 
     Raises:
         UserError: there is no such baseline.
         DamagedFileError: a trace that is needed is damaged.
     """
-    bases = baselines(groups, baseline) if baseline is not None else {}
+    bases = baselines(groups, baseline, target, unlike=unlike) if baseline is not None else {}
     found: dict[tuple[str, str], dict[int, tuple[float, Bound]]] = {}
 
     def values(group: Group, name: str) -> dict[int, tuple[float, Bound]]:
         if (group.label, name) not in found:
-            found[group.label, name] = _by_seed(group, METRICS[name], target)
+            found[group.label, name] = _by_seed(group, METRICS[name], _target_of(group, target))
         return found[group.label, name]
 
     def estimate(group: Group, name: str) -> Estimate:
@@ -853,7 +1057,15 @@ def table(
         return _relative(metric, values(group, metric.relative_to), values(bases[group.label], metric.relative_to))
 
     names = list(metrics)
-    return [Row(group, {name: estimate(group, name) for name in names}) for group in groups]
+    return [
+        Row(
+            group,
+            {name: estimate(group, name) for name in names},
+            _target_of(group, target),
+            bases.get(group.label),
+        )
+        for group in groups
+    ]
 
 
 def _by_seed(group: Group, metric: Metric, target: float) -> dict[int, tuple[float, Bound]]:
@@ -903,6 +1115,9 @@ def _bound_of_ratio(over: Bound, under: Bound) -> Bound:
 # --- fairness
 
 
+_MOST_NAMED = 6
+
+
 class Difference(NamedTuple):
     """A condition that was not the same for all runs.
 
@@ -918,7 +1133,10 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         """One line, as in "lr differs: 0.1 (bsp, asp), 0.2 (sapus)"."""
-        parts = (f"{value} ({', '.join(labels)})" for value, labels in self.values.items())
+        parts = (
+            f"{value} ({', '.join(labels) if len(labels) <= _MOST_NAMED else f'{len(labels)} groups'})"
+            for value, labels in self.values.items()
+        )
         return f"{self.field} differs: {', '.join(parts)}"
 
 
@@ -936,12 +1154,12 @@ def fairness(groups: Sequence[Group]) -> list[Difference]:
     facts = [_conditions(run) for group in groups for run in group.runs]
     virtual = all(run.clock == "virtual" for group in groups for run in group.runs)
     found: list[Difference] = []
-    for key in _differing(facts):
+    for key in differing(facts):
         if virtual and key.startswith("host "):
             continue
         values: dict[str, list[str]] = {}
         for label, fact in zip(labels, facts, strict=True):
-            same = values.setdefault(_cell(fact.get(key)), [])
+            same = values.setdefault(value_text(fact.get(key)), [])
             if label not in same:
                 same.append(label)
         title = _REFUSING.get(key) or _TITLES.get(key, key)
@@ -951,14 +1169,14 @@ def fairness(groups: Sequence[Group]) -> list[Difference]:
 
 def _conditions(run: Run) -> dict[str, Any]:
     record = run.record
-    facts = _named_setting(run)
+    facts = named_setting(run)
     environment = record.get("environment") or {}
     host = environment.get("host") or {}
     data, model = facts.pop("dataset", None), facts.pop("model", None)
     return {
         **facts,
-        "data": f"{data} {_cell(facts['data'])}",
-        "model_layout": f"{model} {_cell(facts['model_layout'])}",
+        "data": f"{data} {value_text(facts['data'])}",
+        "model_layout": f"{model} {value_text(facts['model_layout'])}",
         "batch_size": record.get("effective_batch_size", facts.get("batch_size")),
         "host cpu": host.get("cpu"),
         "host usable_cores": host.get("usable_cores"),
@@ -975,7 +1193,7 @@ class Comparison:
 
     Attributes:
         rows: one a group, the best first.
-        target: the accuracy that times are to.
+        targets: the accuracy that times are to, of each part that `compare` was to take apart; one if there was none.
         baseline: name of what ratios are to, or None.
         metrics: names of the figures in the rows.
         notes: what a reader must know, one sentence each.
@@ -983,11 +1201,16 @@ class Comparison:
     """
 
     rows: list[Row]
-    target: Target
+    targets: list[Target]
     baseline: str | None
     metrics: list[str]
     notes: list[str]
     warnings: list[str]
+
+    @property
+    def target(self) -> Target:
+        """The accuracy that times are to, of the first part."""
+        return self.targets[0]
 
 
 def compare(
@@ -999,17 +1222,20 @@ def compare(
     sort: str = "time",
     force: bool = False,
     alone: bool = False,
+    split: Callable[[Sequence[Group]], Sequence[Sequence[Group]]] = lambda groups: [groups],
 ) -> Comparison:
     """Compare groups of runs; see `table` for the figures.
 
     Args:
         runs: from `load_runs`.
         target: test accuracy, a fraction; None: `default_target`.
-        baseline: label or strategy that ratios are to; None: bsp if there is one.
+        baseline: what ratios are to, see `baselines`; None: bsp if there is one.
         metrics: figures wanted.
         sort: metric whose best value comes first.
         force: compare what `fairness` refuses.
         alone: a single group will do; it gets no ratios.
+        split: takes groups apart whose times and accuracies are not to be held against each other: what differs between
+            the parts alone is no matter, and each may have its own target.
 
     Raises:
         UserError: there is one group only, or runs that cannot be compared, or no such target or baseline.
@@ -1022,24 +1248,45 @@ def compare(
             f"there is one group only, {group.label} ({_counted(len(group.runs), 'seed')}), so nothing to compare; "
             f"look at one run with: sapus show {group.runs[-1].folder}"
         )
-    differences = fairness(groups)
+    parts = split(groups)
+    differences = _differences_within(parts)
     refused = [str(difference) for difference in differences if difference.refuses]
     if refused and not force:
         raise UserError(f"the runs cannot be compared: {'; '.join(refused)}; choose runs that agree, or give --force")
-    if target is None:
-        chosen = default_target(groups)
-    else:
-        check_target(groups, target)
-        chosen = Target(target, "as asked")
+    targets = _targets(parts, target)
     missing = baseline is None and not any(group.strategy == "bsp" for group in groups)
     base = None if missing else baseline or "bsp"
     if len(groups) == 1:
         base, metrics = None, [name for name in metrics if not METRICS[name].relative_to]
     names = list(dict.fromkeys([*metrics, sort]))
-    rows = table(groups, chosen.accuracy, base, names)
+    own = {group.label: one.accuracy for part, one in zip(parts, targets, strict=True) for group in part}
+    rows = table(groups, own, base, names, unlike=force)
     rows.sort(key=lambda row: _rank(row, sort))
-    notes = [*_notes(rows, chosen.accuracy), *_notes_on_ratios(rows, base, metrics)]
-    return Comparison(rows, chosen, base, list(metrics), notes, [str(difference) for difference in differences])
+    notes = [*_notes(rows), *_notes_on_ratios(rows, base, metrics)]
+    return Comparison(rows, targets, base, list(metrics), notes, [str(difference) for difference in differences])
+
+
+def _differences_within(parts: Sequence[Sequence[Group]]) -> list[Difference]:
+    found: dict[str, Difference] = {}
+    for difference in (difference for part in parts for difference in fairness(part)):
+        so_far = found.setdefault(difference.field, difference._replace(values={}))
+        for value, labels in difference.values.items():
+            so_far.values.setdefault(value, []).extend(labels)
+    return sorted(found.values(), key=lambda difference: not difference.refuses)
+
+
+def _targets(parts: Sequence[Sequence[Group]], asked: float | None) -> list[Target]:
+    """The target of each part. Parts of the same data and model share it, unless the suite says otherwise."""
+    groups = [group for part in parts for group in part]
+    if asked is not None:
+        check_target(groups, asked)
+        return [Target(asked, "as asked")] * len(parts)
+    of_suite = [target for part in parts if (target := suite_target(part)) is not None]
+    if len(of_suite) == len(parts):
+        return of_suite
+    if any(_workload(group) != _workload(groups[0]) for group in groups):
+        return [default_target(part) for part in parts]
+    return [default_target(groups)] * len(parts)
 
 
 def _rank(row: Row, sort: str) -> tuple[bool, bool, float]:
@@ -1062,7 +1309,7 @@ def _notes_on_rows(runs: Sequence[Run]) -> list[str]:
     return notes
 
 
-def _notes(rows: list[Row], target: float) -> list[str]:
+def _notes(rows: list[Row]) -> list[str]:
     notes = []
     unfinished = [run for row in rows for run in row.group.runs if not run.finished]
     if unfinished:
@@ -1070,9 +1317,9 @@ def _notes(rows: list[Row], target: float) -> list[str]:
         notes.append(f"* not finished, used up to its last row: {names}")
     notes += _notes_on_rows([run for row in rows for run in row.group.runs])
     for row in rows:
-        missed = [run for run in row.group.runs if time_to(run, target).censored]
+        missed = [run for run in row.group.runs if time_to(run, row.target).censored]
         if missed:
-            seeds = ", ".join(f"{run.seed} (> {time_to(run, target).seconds:.4g} s)" for run in missed)
+            seeds = ", ".join(f"{run.seed} (> {time_to(run, row.target).seconds:.4g} s)" for run in missed)
             notes.append(f"{row.group.label}: did not reach the target with seed {seeds}; > and < are bounds")
     few: dict[int, list[str]] = {}
     for row in rows:
@@ -1096,10 +1343,8 @@ def _notes_on_ratios(rows: list[Row], baseline: str | None, metrics: Sequence[st
         return []
     if baseline is None:
         return ["no group of the strategy bsp, so no speed-up and no reduction; choose another with --baseline"]
-    bases = baselines([row.group for row in rows], baseline)
     notes: dict[str, list[str]] = {}
-    for group in (row.group for row in rows):
-        base = bases.get(group.label)
+    for group, base in ((row.group, row.baseline) for row in rows):
         if base is None:
             what = f"no group of {baseline} ran in the same setting, so no speed-up and no reduction"
         elif not (common := sorted({*group.seeds} & {*base.seeds})):
@@ -1109,7 +1354,25 @@ def _notes_on_ratios(rows: list[Row], baseline: str | None, metrics: Sequence[st
         else:
             continue
         notes.setdefault(what, []).append(group.label)
-    return [f"{', '.join(labels)}: {what}" for what, labels in notes.items()]
+    return [*choice_of(rows, baseline), *(f"{', '.join(labels)}: {what}" for what, labels in notes.items())]
+
+
+def choice_of(rows: Sequence[Row], baseline: str) -> list[str]:
+    """Which baselines were the fastest of several, in a sentence, and of which of them that is not known.
+
+    Empty if there was no choice.
+    """
+    chosen = list(dict.fromkeys(row.baseline for row in rows if row.baseline is not None))
+    if len(named_baselines([row.group for row in rows], baseline)) <= len(chosen):
+        return []
+    targets = {row.group.label: row.target for row in rows}
+    unsure = [base.label for base in chosen if any(time_to(run, targets[base.label]).censored for run in base.runs)]
+    labels = ", ".join(sorted(base.label for base in chosen))
+    doubt = "need not be the fastest, as none there reached the target with every seed"
+    return [
+        f"baseline, the fastest of {baseline} in its setting: {labels}",
+        *([f"{', '.join(sorted(unsure))}: {doubt}"] if unsure else []),
+    ]
 
 
 def _counted(n: int, what: str) -> str:

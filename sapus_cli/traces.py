@@ -82,6 +82,7 @@ EVALS = (
     Column("epoch", "Float64", "samples / size of the training set"),
     Column("loss", "Float64", "mean loss over the test set"),
     Column("accuracy", "Float64", "fraction of the test set that is classified rightly, 0 to 1"),
+    Column("worst_class", "Float64", "the same of the class that has the least of it; empty for text and `null`"),
 )
 
 PUSHES = (
@@ -130,6 +131,9 @@ TRACES: Mapping[TraceName, tuple[Column, ...]] = {
     "resources": RESOURCES,
     "events": EVENTS,
 }
+
+_COLUMNS_THAT_CAME_LATER: Mapping[TraceName, frozenset[str]] = {"evals": frozenset({"worst_class"})}
+"""What older files need not have; readers give it as empty cells."""
 
 
 def push_columns(own: Iterable[str]) -> tuple[Column, ...]:
@@ -390,7 +394,7 @@ class _Fault(NamedTuple):
 def read_trace(folder: Path, name: TraceName) -> pl.DataFrame:
     """The rows of one trace, with the dtypes of the schema; a torn last row is dropped.
 
-    A file that is missing or has no row yet gives an empty frame.
+    A file that is missing or has no row yet gives an empty frame. A column that came later is null in older files.
 
     Args:
         folder: the run folder.
@@ -419,12 +423,20 @@ def read_trace(folder: Path, name: TraceName) -> pl.DataFrame:
         frame = _parse(columns, rows[:-1])
     if isinstance(frame, _Fault):
         raise DamagedFileError(f"{path}: row {frame.row} (line {frame.row + 1}) {frame.what}")
-    return frame
+    return _with_later_columns(frame, name)
+
+
+def _with_later_columns(frame: pl.DataFrame, name: TraceName) -> pl.DataFrame:
+    import polars as pl  # noqa: PLC0415 - those who only write do without it
+
+    later = [column for column in TRACES[name] if column.name not in frame.columns]
+    return frame.with_columns(pl.lit(None, dtype=getattr(pl, column.dtype)).alias(column.name) for column in later)
 
 
 def _columns(path: Path, name: TraceName, header: bytes) -> tuple[Column, ...]:
     names = header.decode("utf-8", "replace").split(",")
-    columns = TRACES[name]
+    later = _COLUMNS_THAT_CAME_LATER.get(name, frozenset()) - {*names}
+    columns = tuple(column for column in TRACES[name] if column.name not in later)
     if name == "pushes":
         try:
             columns = push_columns(names[len(PUSHES) :])

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -321,6 +321,20 @@ class NullTrainer(Trainer):
         """Nothing: there is nothing to set up."""
 
 
+class Tested(NamedTuple):
+    """What a state is worth on the test set.
+
+    Attributes:
+        loss: mean loss.
+        accuracy: share of correct predictions, 0 to 1.
+        worst_class: the least such share, of any class of the test set; None where samples have none, as in text.
+    """
+
+    loss: float
+    accuracy: float
+    worst_class: float | None
+
+
 class Evaluator:
     """Measures states on the test set. It works on a copy of the model."""
 
@@ -343,17 +357,14 @@ class Evaluator:
         self._data = data
         self._batches = _Batches(data, self._flat.vector.device)
         self._batch_size = batch_size
-        self._result: tuple[float, float] | None = None
+        self._result: Tested | None = None
 
     @torch.no_grad()
-    def evaluate(self, vector: torch.Tensor) -> tuple[float, float]:
-        """Mean loss and accuracy of a state on the whole test set, in evaluation mode.
+    def evaluate(self, vector: torch.Tensor) -> Tested:
+        """Loss and accuracy of a state on the whole test set, in evaluation mode; for text over all next characters.
 
         Args:
             vector: the state `(d,)`, on any device.
-
-        Returns:
-            Mean loss, and the share of correct predictions in [0, 1]; for text both are over all next characters.
 
         Raises:
             ValueError: the vector has another shape than the model's.
@@ -366,23 +377,32 @@ class Evaluator:
             self._result = self._evaluate()
         return self._result
 
-    def _evaluate(self) -> tuple[float, float]:
-        loss, correct = 0.0, 0
+    def _evaluate(self) -> Tested:
+        loss = 0.0
+        right = []
         test = (torch.split(part, self._batch_size) for part in (self._data.test_x, self._data.test_y))
         for x, y in (self._batches(*part) for part in zip(*test, strict=True)):
             logits = self._flat.module(x)
             loss += _loss(logits, y, "sum").item()
-            correct += int((logits.argmax(-1) == y).sum())
-        n = self._data.test_y.numel()
-        return loss / n, correct / n
+            right.append((logits.argmax(-1) == y).cpu())
+        hits = torch.cat(right)
+        worst = self._worst_class(hits) if self._data.kind == "image" else None
+        return Tested(loss / hits.numel(), int(hits.sum()) / hits.numel(), worst)
+
+    def _worst_class(self, hits: torch.Tensor) -> float:
+        """The least share of `hits`, `(n,)` booleans, among the samples of a class."""
+        y = self._data.test_y
+        sizes, right = torch.bincount(y), torch.bincount(y[hits], minlength=self._data.n_classes)
+        present = sizes.nonzero()
+        return float((right[present].double() / sizes[present]).min())
 
 
 class NullEvaluator(Evaluator):
     """Measures nothing: loss and accuracy are always the same."""
 
-    def evaluate(self, vector: torch.Tensor) -> tuple[float, float]:  # noqa: ARG002 - it is not looked at
+    def evaluate(self, vector: torch.Tensor) -> Tested:  # noqa: ARG002 - it is not looked at
         """The same loss, and an accuracy of 0, whatever the state."""
-        return NULL_LOSS, 0.0
+        return Tested(NULL_LOSS, 0.0, None)
 
 
 def trainer_of(data: DataSet) -> type[Trainer]:

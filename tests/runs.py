@@ -63,7 +63,7 @@ def make_run(
     strategy: str = "bsp",
     seed: int = 0,
     *,
-    evals: Iterable[tuple[float, float]] = LINEAR,
+    evals: Iterable[tuple[float, ...]] = LINEAR,
     server: Iterable[tuple[float, float, int, int]] = (),
     staleness: Sequence[int] = (),
     **changes: Any,
@@ -74,7 +74,7 @@ def make_run(
         folder: where; created with what lies above it.
         strategy: its name.
         seed: its seed.
-        evals: second and accuracy of each evaluation; samples are 100 a second.
+        evals: second and accuracy of each evaluation, and that of its worst class if known; samples are 100 a second.
         server: second, CPU seconds, bytes received and sent of each of the server's samples.
         staleness: of each push, one a second, of two steps.
         changes: see `record`.
@@ -82,8 +82,9 @@ def make_run(
     folder.mkdir(parents=True)
     traces.write_run(folder, record(strategy, seed, **changes))
     with traces.Trace(folder / "evals.csv", traces.EVALS) as trace:
-        for t_s, accuracy in evals:
-            trace.row((t_s, 0, round(100 * t_s), 0.0, 1 - accuracy, accuracy))
+        for t_s, accuracy, *worst_class in evals:
+            worst = worst_class[0] if worst_class else None
+            trace.row((t_s, 0, round(100 * t_s), 0.0, 1 - accuracy, accuracy, worst))
     with traces.Trace(folder / "resources.csv", traces.RESOURCES) as trace:
         for t_s, cpu_s, rx_bytes, tx_bytes in server:
             trace.row((t_s, "worker", 0, 0.0, 0.0, 1, None, None, None, None))

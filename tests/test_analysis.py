@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def one(folder: Path, *arguments: Any, **changes: Any) -> Run:
     return analysis.load_runs([make_run(folder, *arguments, **changes)])[0]
 
 
-def near(value: float) -> Any:
+def near(value: Any) -> Any:
     return pytest.approx(value)
 
 
@@ -226,6 +227,24 @@ def test_the_default_target_is_what_every_run_reached(tmp_path: Path) -> None:
     assert analysis.default_target(load(tmp_path / "a", tmp_path / "d")).accuracy == 0.955, "0.955 * 200 is 190.99..."
 
 
+def test_the_target_is_what_the_suite_says(tmp_path: Path) -> None:
+    for name, strategy in (("a", "bsp"), ("b", "asp")):
+        make_run(tmp_path / "s" / name, strategy)
+    groups = load(tmp_path)
+
+    def said(**targets: object) -> analysis.Target:
+        cells = [{"name": name, "target": target} for name, target in targets.items()]
+        (tmp_path / "s" / "suite.json").write_text(json.dumps({"suite": "mine", "cells": cells}))
+        return analysis.default_target(groups)
+
+    assert said(a=0.75, b=0.75) == (0.75, "set by the suite mine")
+    # Several, none, or a run that it does not know: what every run reached, as without a suite.
+    for others in ({"a": 0.75, "b": 0.5}, {"a": None, "b": None}, {"a": 0.75}, {"a": 7, "b": 7}):
+        assert said(**others).accuracy == 1.0
+    (tmp_path / "s" / "suite.json").write_text("{torn")
+    assert analysis.default_target(groups).accuracy == 1.0
+
+
 def test_no_target_without_accuracy(tmp_path: Path) -> None:
     make_run(tmp_path / "a", evals=[])
     with pytest.raises(UserError, match="none of the runs was evaluated"):
@@ -251,6 +270,47 @@ def test_bytes_are_interpolated_between_samples(tmp_path: Path) -> None:
     unfinished = one(tmp_path / "b", server=SERVER, totals=totals, summary={"seconds": 4.0}, status="running")
     assert analysis.bytes_by(unfinished, 3.0) == pytest.approx(600_100), "its last sample"
     assert analysis.bytes_by(one(tmp_path / "c"), 3.0) is None
+
+
+def test_cpu_time_counts_from_the_start(tmp_path: Path) -> None:
+    # 3 s before the start; then 0.5 s a second. The samples end at 12 s, the run at 10 s, with 5 s in its total.
+    server = [(t, 3 + t / 2, 0, 0) for t in (2.0, 4.0, 12.0)]
+    ended: dict[str, Any] = {"totals": {"server_cpu_s": 5.0}, "summary": {"seconds": 10.0}}
+    run = one(tmp_path / "a", server=server, **ended)
+    assert [analysis.server_cpu_by(run, t) for t in (0, 1, 2, 5, 10)] == near([0, 0.5, 1, 2.5, 5])
+    # What a run that did not end says of it is in its first sample.
+    killed = one(tmp_path / "b", server=server, status="failed")
+    assert [analysis.server_cpu_by(killed, t) for t in (2, 5, 20)] == near([0, 1.5, 5])
+    # The samples of a simulated run may end before it does.
+    short = one(tmp_path / "c", server=[(0.0, 0.0, 0, 0), (5.0, 2.0, 0, 0)], **ended)
+    assert [analysis.server_cpu_by(short, t) for t in (2.5, 7.5, 11)] == near([1, 3.5, 5])
+    assert analysis.server_cpu_by(one(tmp_path / "d"), 1) is None
+
+
+def test_cpu_time_to_the_target_is_bounded_with_it(tmp_path: Path) -> None:
+    server = [(0.0, 0.0, 0, 0), (10.0, 5.0, 0, 0)]
+    make_run(tmp_path / "a", evals=[(0, 0), (4, 1)], server=server)
+    make_run(tmp_path / "b", "asp", evals=[(0, 0), (8, 1)], server=server)
+    make_run(tmp_path / "c", "ssp", evals=[(0, 0), (6, 0.1)], server=server)
+    groups = load(tmp_path)
+    found = cells(groups, 0.5, "cpu-time")
+    assert (found["bsp"].value, found["asp"].value) == near((1, 2))
+    assert found["ssp"] == Estimate(near(3), n=1, bound=">")
+    assert cells(groups, 0.5, "cpu-time-reduction")["asp"].value == near(-100)
+
+
+def test_the_last_evaluation_says_loss_and_worst_class(tmp_path: Path) -> None:
+    nan = float("nan")
+    groups = load(
+        make_run(tmp_path / "a", evals=[(0.0, 0.5, 0.25), (1.0, 0.75, 0.125)]),
+        make_run(tmp_path / "b", "asp", evals=[(0.0, 0.5), (1.0, nan)]),
+    )
+    assert {label: cell[::4] for label, cell in cells(groups, 0.5, "loss").items()} == {
+        "bsp": (0.25, ""),
+        "asp": (0.5, ">"),
+    }, "of a run that diverged a bound"
+    worst = cells(groups, 0.5, "worst-class")
+    assert (worst["bsp"].value, worst["asp"].value) == (0.125, None)
 
 
 def test_the_peak_is_that_of_one_direction_over_a_second(tmp_path: Path) -> None:
@@ -437,10 +497,87 @@ def test_each_group_has_the_baseline_of_its_own_setting(tmp_path: Path) -> None:
     assert {label: cell.value for label, cell in found.items()} == pytest.approx(
         {"asp workers=2": None, "asp workers=4": 4.0, "asp workers=8": 8.0, "bsp workers=4": 1.0, "bsp workers=8": 1.0}
     )
-    assert set(analysis.baselines(groups, "bsp workers=8")) == set(found), "one label is the baseline of all"
+    assert set(analysis.baselines(groups, "bsp workers=8", 0.5)) == set(found), "one label is the baseline of all"
 
 
-def test_an_unknown_or_ambiguous_baseline(tmp_path: Path) -> None:
+def based(groups: list[analysis.Group], name: str, target: float = 0.5) -> dict[str, str]:
+    """Label of the baseline of each group."""
+    return {label: base.label for label, base in analysis.baselines(groups, name, target).items()}
+
+
+def reaching(place: Path, strategy: str, seconds: float, seed: int = 0, **more: Any) -> Path:
+    """A run that reaches 50 % after `seconds`."""
+    return make_run(place, strategy, seed, evals=[(0.0, 0.0), (2 * seconds, 1.0)], **more)
+
+
+def test_of_several_baselines_the_fastest_in_the_own_setting_is_taken(tmp_path: Path) -> None:
+    for workers, ssp, h4, h8 in ((4, 3.0, 2.0, 1.0), (8, 3.0, 4.0, 5.0)):
+        more: dict[str, Any] = {"workers": workers}
+        reaching(tmp_path / f"s{workers}", "ssp", ssp, config=more)
+        reaching(tmp_path / f"a{workers}", "asp", 6.0, config=more)
+        for h, seconds in ((4, h4), (8, h8)):
+            given: dict[str, Any] = {"config": more | {"params": {"h": str(h)}}, "hyper_parameters": {"h": h}}
+            reaching(tmp_path / f"l{h}{workers}", "local-sgd", seconds, **given)
+    groups = load(tmp_path)
+    assert set(based(groups, "ssp,local-sgd").values()) == {"local-sgd h=8 workers=4", "ssp workers=8"}
+    assert based(groups, "ssp, local-sgd")["asp workers=8"] == "ssp workers=8"
+    assert based(groups, "ssp,local-sgd h=4")["asp workers=4"] == "local-sgd h=4 workers=4"
+    assert based(groups, "local-sgd")["asp workers=8"] == "local-sgd h=4 workers=8", "of one strategy as well"
+    found = cells(groups, 0.5, "speedup", "ssp,local-sgd")
+    assert {label: cell.value for label, cell in found.items()} == pytest.approx(
+        {"asp workers=4": 1 / 6, "local-sgd h=4 workers=4": 1 / 2, "local-sgd h=8 workers=4": 1, "ssp workers=4": 1 / 3}
+        | {"asp workers=8": 1 / 2, "local-sgd h=4 workers=8": 3 / 4, "local-sgd h=8 workers=8": 3 / 5}
+        | {"ssp workers=8": 1}
+    )
+    (note,) = analysis.choice_of(analysis.table(groups, 0.5, "ssp,local-sgd", ["time"]), "ssp,local-sgd")
+    assert note == ("baseline, the fastest of ssp,local-sgd in its setting: local-sgd h=8 workers=4, ssp workers=8")
+    rows = analysis.table(groups, 0.5, "ssp", ["time"])
+    assert analysis.choice_of(rows, "ssp") == [], "each setting has one"
+
+
+def test_a_baseline_that_reached_the_target_goes_before_one_that_did_not(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        reaching(tmp_path / f"s{seed}", "ssp", 20.0, seed)
+        late = [(0.0, 0.0), (5.0, 0.1)] if seed else [(0.0, 0.0), (2.0, 1.0)]
+        make_run(tmp_path / f"a{seed}", "asp", seed, evals=late)
+        # More than 4 s and more than 16 s are more than 8 s in the geometric mean, less than 9 s and 9 s of dssp.
+        make_run(tmp_path / f"b{seed}", "bsp", seed, evals=[(0.0, 0.0), (16.0 if seed else 4.0, 0.1)])
+        make_run(tmp_path / f"d{seed}", "dssp", seed, evals=[(0.0, 0.0), (9.0, 0.1)])
+        reaching(tmp_path / f"l{seed}", "lag", 2.0, seed)
+    groups = load(tmp_path)
+    assert based(groups, "asp,ssp")["lag"] == "ssp", "3 s at least may be any number"
+    assert based(groups, "bsp,dssp")["lag"] == "bsp"
+    rows = analysis.table(groups, 0.5, "bsp,dssp", ["speedup"])
+    assert {row.group.label: row.cells["speedup"] for row in rows}["lag"] == Estimate(near(4.0), n=2, bound=">")
+    assert analysis.choice_of(rows, "bsp,dssp")[1:] == [
+        "bsp: need not be the fastest, as none there reached the target with every seed"
+    ]
+
+
+def test_a_baseline_may_have_options_of_its_own(tmp_path: Path) -> None:
+    reaching(tmp_path / "s", "ssp", 3.0, config={"lr": 0.1})
+    reaching(tmp_path / "d", "dssp", 2.0, config={"lr": 0.2})
+    reaching(tmp_path / "a", "sapus", 1.0, config={"lr": 0.1, "wire": "bfloat16"})
+    groups = load(tmp_path)
+    assert based(groups, "ssp,dssp") == dict.fromkeys(("ssp", "dssp", "sapus"), "dssp")
+    # Where it was run with several, the nearest counts.
+    reaching(tmp_path / "e", "dssp", 9.0, config={"lr": 0.1})
+    groups = load(tmp_path)
+    assert based(groups, "ssp,dssp")["sapus"] == "ssp"
+    assert based(groups, "ssp,dssp")["dssp lr=0.2"] == "dssp lr=0.2"
+
+
+def test_a_lone_baseline_of_other_data_is_none(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", "asp")
+    make_run(tmp_path / "c", "ssp", data={"sha256": "ef" * 32})
+    groups = load(tmp_path)
+    assert set(based(groups, "bsp")) == {"bsp", "asp"}
+    assert set(analysis.baselines(groups, "bsp", 0.5, unlike=True)) == {"bsp", "asp", "ssp"}
+    assert set(analysis.baselines(groups, "bsp", {"asp": 0.4, "bsp": 0.5, "ssp": 0.5})) == {"bsp"}
+
+
+def test_an_unknown_baseline(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     for h in (4, 8):
         make_run(tmp_path / f"b{h}", "local-sgd", hyper_parameters={"h": h}, config={"params": {"h": str(h)}})
@@ -448,10 +585,8 @@ def test_an_unknown_or_ambiguous_baseline(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"--baseline asp: there is no such group; there are: bsp, local-sgd h=4, local"
     ):
-        analysis.baselines(groups, "asp")
-    with pytest.raises(UserError, match="may be 'local-sgd h=4' or 'local-sgd h=8'"):
-        analysis.baselines(groups, "local-sgd")
-    assert analysis.baselines(groups, "local-sgd h=8")["bsp"].label == "local-sgd h=8"
+        analysis.baselines(groups, "bsp, asp", 0.5)
+    assert based(groups, "local-sgd h=8")["bsp"] == "local-sgd h=8"
 
 
 # --- fairness

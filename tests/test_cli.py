@@ -32,7 +32,7 @@ FAULT_OPTIONS = ("--worker-timeout", "--min-workers", "--max-restarts", "--check
 COMMANDS = {
     "run": [*RUN_OPTIONS, *FAULT_OPTIONS, "--port", "--transport", "--resume"],
     "simulate": [*RUN_OPTIONS, "--seeds", "--jobs"],
-    "suite": ["--jobs", "--dry-run", "--clock", "--retry", "--results", "--quiet"],
+    "suite": ["--jobs", "--dry-run", "--only", "--clock", "--retry", "--results", "--quiet"],
     "validate": [
         *(
             option
@@ -45,7 +45,7 @@ COMMANDS = {
     "server": [*RUN_OPTIONS, *FAULT_OPTIONS, "--bind", "--join-file", "--join-expires", "--advertise", "--insecure"],
     "worker": ["--connect", "--join", "--rank", "--data-dir", "--threads"],
     "show": ["--json"],
-    "compare": ["--target", "--baseline", "--metrics", "--sort", "--format", "--force"],
+    "compare": ["--target", "--baseline", "--metrics", "--sort", "--pivot", "--format", "--force"],
     "plot": ["--x", "--target", "--baseline", "--output", "--format", "--theme", "--width", "--window", "--show"],
     "report": ["--target", "--baseline", "--output"],
     "export": ["--to", "--output"],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from runs import make_run
 
-from sapus_cli import analysis
+from sapus_cli import analysis, pivot
 from sapus_cli.analysis import METRICS
 from sapus_cli.cli import run_line
 
@@ -193,6 +193,142 @@ def test_of_a_run_that_failed_at_once_no_ratio_follows(tmp_path: Path) -> None:
     assert (speedup.value, speedup.bound) == (None, "?")
 
 
+# --- pivot
+
+CLUSTERS = {"wan": 3.0, "lan": 1.0}
+"""Clusters in the order of the suite, and how long a step takes there."""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A suite of two clusters: seconds to 50 % are those of `took` times those of the cluster; asp is not on wan."""
+    took = {"bsp": 4.0, "asp": 1.0, "ssp": 2.0}
+    folder = tmp_path / "suite"
+    names = []
+    for cluster, factor in CLUSTERS.items():
+        for strategy, seconds in took.items():
+            if (cluster, strategy) == ("wan", "asp"):
+                continue
+            names.append(f"{strategy}_{cluster}")
+            # Each strategy has its own learning rate on each cluster, as if it were tuned.
+            make_run(
+                folder / names[-1],
+                strategy,
+                evals=[(0.0, 0.0), (2 * seconds * factor, 1.0)],
+                config={"lr": seconds * factor},
+                cluster={"name": cluster, "step_s": factor},
+            )
+    cells = [{"name": name, "target": 0.5} for name in names]
+    (folder / "suite.json").write_text(json.dumps({"suite": "two", "cells": cells}))
+    return folder
+
+
+def test_a_pivot_has_a_table_a_metric_and_a_column_a_value(
+    suite: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = out(capsys, str(suite), "--pivot", "cluster")
+    assert [line.split() for line in text.splitlines()[:12]] == [
+        ["time", "to", "target", "s"],
+        ["strategy", "wan", "lan"],
+        ["ssp", "6.00", "2.00"],
+        ["bsp", "12.0", "4.00"],
+        ["asp", "1.00"],  # it has fewer figures
+        [],
+        ["speed-up", "x"],
+        ["strategy", "wan", "lan"],
+        ["ssp", "2.00", "2.00"],
+        ["bsp", "1.00", "1.00"],
+        ["asp", "4.00"],
+        [],
+    ]
+    assert re.search(r"^asp {13}1\.00$", text, re.MULTILINE), "under the second column"
+    assert "target 50 %: set by the suite two" in text
+    assert re.search(r"warning: lr differs: .*\b6 \(ssp cluster=wan\)", text)
+    assert "cluster profile differs" not in text, "every column has one"
+    text = " ".join(out(capsys, str(suite), "--pivot", "cluster", "--baseline", "asp,ssp").split())
+    assert "baseline, the fastest of asp,ssp in its setting: asp cluster=lan, ssp cluster=wan" in text
+    assert "strategy wan lan ssp 1.00 0.50 bsp 0.50 0.25 asp 1.00" in text
+
+
+def test_a_pivot_that_is_too_wide_is_split(
+    suite: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "15")
+    lines = out(capsys, str(suite), "--pivot", "cluster", "--metrics", "time").splitlines()
+    assert [line.split() for line in lines if line.startswith("strategy")] == [["strategy", "wan"], ["strategy", "lan"]]
+
+
+def test_a_pivot_in_other_formats(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(suite), "--pivot", "cluster", "--metrics", "time", "--format"]
+    assert out(capsys, *words, "markdown").splitlines()[:7] == [
+        "**time to target s**",
+        "",
+        "| strategy | wan | lan |",
+        "| --- | ---: | ---: |",
+        "| ssp | 6.00 | 2.00 |",
+        "| bsp | 12.0 | 4.00 |",
+        "| asp |  | 1.00 |",
+    ]
+    assert r"asp &  & 1.00 \\" in out(capsys, *words, "latex").splitlines()
+    rows = list(csv.DictReader(io.StringIO(out(capsys, *words, "csv"))))
+    assert [(row["line"], row["cluster"], row["baseline"]) for row in rows if row["strategy"] == "ssp"] == [
+        ("ssp", "lan", "bsp cluster=lan"),
+        ("ssp", "wan", "bsp cluster=wan"),
+    ]
+    document = json.loads(out(capsys, *words, "json"))
+    assert document["pivot"] == "cluster"
+    assert {(group["line"], group["column"]) for group in document["groups"]} == {
+        *((name, "lan") for name in ("asp", "bsp", "ssp")),
+        *((name, "wan") for name in ("bsp", "ssp")),
+    }
+
+
+def test_what_tells_groups_of_a_column_apart_is_in_the_label(tmp_path: Path) -> None:
+    for workers in (8, 16, 4):
+        for partition in ("iid", "dirichlet:0.1"):
+            config = {"workers": workers, "partition": partition, "lr": workers / 10}
+            make_run(tmp_path / f"{workers}{partition}", config=config)
+    groups = analysis.group_runs(analysis.load_runs([tmp_path]))
+    columns = pivot.columns(groups, "workers")
+    assert [column.title for column in columns] == ["4", "8", "16"], "numbers ascend"
+    assert sorted(set(pivot.labels(columns).values())) == ["bsp partition=dirichlet:0.1", "bsp partition=iid"]
+    assert pivot.conditions(groups) == ["workers", "partition", "lr"]
+
+
+def test_data_sets_that_differ_inside_are_told_apart(tmp_path: Path) -> None:
+    for digest in ("ab", "cd"):
+        make_run(tmp_path / digest, data={"sha256": digest * 32})
+    columns = pivot.columns(analysis.group_runs(analysis.load_runs([tmp_path])), "dataset")
+    assert [column.title for column in columns] == ["digits data=abababab", "digits data=cdcdcdcd"]
+
+
+def test_a_pivot_over_data_sets_compares_within_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, digest, strategies in (("digits", "ab", "bsp asp"), ("mnist5k", "ef", "bsp asp ssp")):
+        cells = []
+        for i, strategy in enumerate(strategies.split(), 1):
+            run = make_run(
+                tmp_path / name / strategy,
+                strategy,
+                evals=[(0.0, 0.0), (8.0 / i, 1.0)],
+                data={"sha256": digest * 32},
+                config={"dataset": name},
+            )
+            cells.append({"name": run.name, "target": 0.5 if name == "digits" else 0.75})
+        (tmp_path / name / "suite.json").write_text(json.dumps({"suite": name, "cells": cells}))
+    assert refused(capsys, str(tmp_path)).startswith("the runs cannot be compared: data set differs: ")
+    text = " ".join(out(capsys, str(tmp_path), "--pivot", "dataset").split())
+    # 8 and 4 s to the whole; a half of it for digits, three quarters for mnist5k, where ssp takes 8 / 3 s.
+    assert "strategy digits mnist5k asp 2.00 3.00 bsp 4.00 6.00 ssp 2.00" in text
+    assert "target of digits: 50 %, set by the suite digits" in text
+    assert "target of mnist5k: 75 %, set by the suite mnist5k" in text
+    text = " ".join(out(capsys, str(tmp_path), "--pivot", "dataset", "--baseline", "ssp").split())
+    assert "speed-up x strategy digits mnist5k asp - 0.67 bsp - 0.33 ssp 1.00" in text, "of its own data set only"
+    # Data of another kind within a column are refused as ever.
+    make_run(tmp_path / "more", "lag", config={"dataset": "digits"}, data={"sha256": "ab" * 32}, clock="virtual")
+    assert "clock differs" in refused(capsys, str(tmp_path), "--pivot", "dataset")
+
+
 # --- notes
 
 
@@ -279,9 +415,11 @@ def test_a_target_that_nobody_reached(results: Path, capsys: pytest.CaptureFixtu
         (["--target", "nan"], "--target nan: must lie above 0 and at most at 1, or 100%"),
         (["--target", "most"], "--target most: must be an accuracy, as in 0.95 or 95%"),
         (["--baseline", "ssp"], "--baseline ssp: there is no such group; there are: asp, bsp, local-sgd h=4"),
-        (["--metrics", "time,cpuu"], "unknown metric in --metrics 'cpuu'; did you mean cpu?"),
-        (["--sort", "tme"], "unknown metric in --sort 'tme'; did you mean time or bytes?"),
+        (["--metrics", "time,cpuu"], "unknown metric in --metrics 'cpuu'; did you mean cpu or cpu-time?"),
+        (["--sort", "tme"], "unknown metric in --sort 'tme'; did you mean time"),
         (["--format", "xml"], "Invalid value for '--format'"),
+        (["--pivot", "cluster"], "--pivot cluster: is none for all of the runs; they differ in nothing but strategy"),
+        (["--pivot", "clutser"], "unknown condition in --pivot 'clutser'"),
     ],
 )
 def test_wrong_options(results: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:

@@ -151,6 +151,48 @@ def test_speedups_are_bars_over_the_baseline(two: Path) -> None:
     assert round(bars(axes)["bsp"].get_width(), 6) == 0.5
 
 
+def test_every_cluster_has_a_panel_with_its_own_baseline(tmp_path: Path) -> None:
+    # Seconds to 50 %: on lan local-sgd is the faster baseline, on wan ssp is; asp is 0.1 and 20 times as fast.
+    seconds = {"lan": {"ssp": 4.0, "local-sgd": 2.0, "asp": 20.0}, "wan": {"ssp": 4.0, "local-sgd": 16.0, "asp": 0.2}}
+    for cluster, took in seconds.items():
+        for strategy, half in took.items():
+            evals = [(0.0, 0.0), (2 * half, 1.0)]
+            profile = {"name": cluster, "step_s": 0.1 if cluster == "lan" else 0.2}
+            make_run(tmp_path / f"{strategy}_{cluster}", strategy, evals=evals, cluster=profile)
+    figure = draw("speedup", tmp_path, target=0.5, baseline="ssp,local-sgd")
+    lan, wan = figure.axes
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["lan\nover local-sgd", "wan\nover ssp"]
+    assert [text.get_text() for text in lan.get_yticklabels()] == ["asp", "ssp", "local-sgd"], "sqrt(0.1 * 20) first"
+    assert texts(lan) == ["0.100x", "0.500x", "1.00x"]
+    assert texts(wan) == ["20.0x", "1.00x", "0.250x"]
+    assert lan.get_xscale() == "log", "they are 200 times apart"
+    # Bars begin at 1 then, to the left and to the right.
+    assert [(bar.get_x(), round(bar.get_width(), 6)) for bar in bars(lan).values()] == [(1, -0.9), (1, -0.5), (1, 0)]
+    colors = [[bar.get_facecolor() for bar in axes.patches] for axes in figure.axes]
+    assert colors[0] == colors[1], "a strategy has one colour"
+    assert "Speed-up over the fastest of ssp, local-sgd; a panel a cluster profile." in canvas.caption_of(figure)
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    (caption,) = figure.texts
+    for axes in figure.axes:
+        box = axes.get_tightbbox(renderer)
+        assert box is not None
+        assert box.y0 >= caption.get_window_extent(renderer).y1 - 1
+        assert box.x1 <= figure.bbox.x1 + 1
+        assert box.y1 <= figure.bbox.y1 + 1
+
+
+def test_panels_of_workers_share_a_linear_axis_where_values_are_near(tmp_path: Path) -> None:
+    for workers in (4, 8):
+        make_run(tmp_path / f"b{workers}", "bsp", config={"workers": workers})
+        make_run(tmp_path / f"a{workers}", "asp", evals=QUICK, config={"workers": workers})
+    make_run(tmp_path / "c4", "ssp", status="failed", config={"workers": 4})
+    figure = draw("speedup", tmp_path, target=0.5)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["4 workers", "8 workers"]
+    assert [texts(axes) for axes in figure.axes] == [["2.00x", "1.00x", "1.00x"], ["2.00x", "1.00x"]]
+    assert {axes.get_xscale() for axes in figure.axes} == {"linear"}
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["asp", "bsp", "ssp *"]
+
+
 def test_what_did_not_reach_the_target_is_hatched_and_bounded(two: Path) -> None:
     make_run(two / "c", "ssp", evals=[(0, 0.0), (20, 0.3)], cluster=CLUSTER)
     figure = draw("speedup", two, target=0.5)

@@ -789,7 +789,7 @@ def test_the_last_result_is_on_disk_before_the_server_hears_of_it(tmp_path: Path
 
     state = State(version=3, t_s=1.0, final=True)
     client: Any = SimpleNamespace(welcome=SimpleNamespace(elements=1), send=send, receive=lambda *_: state)
-    tests: Any = SimpleNamespace(evaluate=lambda _: (1.0, 0.5))
+    tests: Any = SimpleNamespace(evaluate=lambda _: (1.0, 0.5, 0.25))
     with traces.Trace(tmp_path / "evals.csv", traces.EVALS) as trace:
         trace.tick(time.monotonic())
         run_evaluator(client, tests, trace, every_s=0.1, n_train=10)

@@ -140,6 +140,15 @@ def test_it_says_what_compare_says(page: Page) -> None:
     assert "Weight of every push: no weight of a push to draw" in text
 
 
+@pytest.mark.usefixtures("_inside", "_quick")
+def test_the_baseline_may_be_the_fastest_of_several() -> None:
+    words = ["report", "r/a", "r/b", "-o", "best.html", "--target", "50%", "--baseline", "bsp, asp"]
+    assert run_line(words) == 0
+    text = Page(Path("best.html").read_text()).text
+    assert "baseline, the fastest of bsp, asp in its setting: asp" in text
+    assert "bsp 5.00 0.50 100.00" in text
+
+
 def test_every_run_stands_there_with_what_it_was_made_with(page: Page) -> None:
     assert len(page.all("details")) == 3
     assert "environment.host.cpu Fast & <Furious>" in page.text

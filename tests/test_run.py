@@ -91,6 +91,7 @@ def test_the_traces_agree_with_each_other(main_run: tuple[Path, dict[str, Any], 
 
     assert evals["version"].to_list()[-1] == totals["version"]
     assert evals["accuracy"].to_list()[-1] == summary["accuracy"]
+    assert 0 < evals["worst_class"][-1] <= summary["accuracy"]
     assert evals["t_s"].is_sorted()
     assert set(resources["role"]) == {"server", "worker", "evaluator"}
     server = resources.filter(resources["role"] == "server")

@@ -133,7 +133,7 @@ def test_a_path_goes_before_what_ships(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     assert read("quick").name == "quick"
     (tmp_path / "quick").write_text(f'{BASE}strategies = ["asp"]')
-    assert len(read("quick").configs) == 1
+    assert len(read("quick").asked) == 1
 
 
 @pytest.mark.parametrize("name", ["quick", "scaling", "bandwidth", "heterogeneity", "noniid", "wire", "wire-mnist5k"])
@@ -150,6 +150,100 @@ def test_the_other_clock_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert read(str(path), "virtual").name == "my"
     real = make(tmp_path, 'steps = 1\nclock = "real"\nstrategies = ["asp"]', "really")
     assert (read(str(real)).name, read(str(real)).clock) == ("really", "real")
+
+
+PARTS = """
+steps = 10
+seeds = 2
+workers = 2
+step_time = "50ms"
+strategies = ["bsp", "asp"]
+[[part]]
+model = "mlp"
+[[part]]
+dataset = "mnist5k"
+model = "lenet5"
+seconds = 5
+optimizer = "adamw"
+lr = 0.001
+seeds = 3
+strategies = ["bsp"]
+"""
+
+
+def test_parts_inherit_from_the_top_and_run_seed_by_seed(tmp_path: Path) -> None:
+    found = asked(tmp_path, PARTS)
+    assert [cell.name for cell in found.cells()] == [
+        *(f"{name}_digits-mlp_w2_custom_sgd_steps10_s0" for name in ("bsp", "asp")),
+        "bsp_mnist5k-lenet5_w2_custom_lr0.001_adamw_seconds5_s0",
+        *(f"{name}_digits-mlp_w2_custom_sgd_steps10_s1" for name in ("bsp", "asp")),
+        "bsp_mnist5k-lenet5_w2_custom_lr0.001_adamw_seconds5_s1",
+        "bsp_mnist5k-lenet5_w2_custom_lr0.001_adamw_seconds5_s2",
+    ]
+    assert [one.part for one in found.asked] == [1, 1, 2, 1, 1, 2, 2]
+    assert found.workloads == ["digits-mlp", "mnist5k-lenet5"]
+    last = found.asked[-1].config
+    assert (last.model, last.steps, last.seconds, last.cluster.step_s) == ("lenet5", None, 5.0, 0.05)
+
+
+def test_what_all_parts_have_is_in_no_name(tmp_path: Path) -> None:
+    whole = f'{BASE}optimizer = "adamw"\nweight_decay = 0.1\nseeds = 2\nworkers = [2, 4]\nstrategies = ["asp"]'
+    parts = f"{whole.replace('workers = 2', '').replace('workers = [2, 4]', '')}\n[[part]]\nworkers = [2, 4]"
+    text = whole.replace("workers = 2\n", "")
+    assert asked(tmp_path, parts).cells() == asked(tmp_path, text).cells()
+    assert asked(tmp_path, f"{parts}\n[[part]]\nworkers = 8").told == ()
+    assert asked(tmp_path, f"{parts}\n[[part]]\nworkers = 8\nweight_decay = 0").told == ("weight_decay",)
+
+
+def test_a_strategy_may_set_options_of_its_own(tmp_path: Path) -> None:
+    text = """
+        steps = 10
+        step_time = "50ms"
+        momentum = [0, 0.9]
+        lr = 0.2
+        strategies = ["asp", { name = "local-sgd", h = [2, 4], momentum = 0.5, lr = [0.1, 0.3], wire = "float16" }]
+    """
+    runs = [one.config for one in asked(tmp_path, text).asked]
+    assert [(run.strategy, run.params, run.momentum, run.lr, run.wire) for run in runs] == [
+        ("asp", {}, 0.0, 0.2, "float32"),
+        *(("local-sgd", {"h": h}, 0.5, lr, "float16") for h in (2, 4) for lr in (0.1, 0.3)),
+        ("asp", {}, 0.9, 0.2, "float32"),
+    ]
+    text = 'strategies = ["asp", { name = "asp", optimizer = "adamw", weight_decay = [0, 0.01] }]'
+    assert names(tmp_path, f"{BASE}{text}") == [
+        "asp_w2_custom_sgd_wd0_s0",
+        "asp_w2_custom_adamw_wd0_s0",
+        "asp_w2_custom_adamw_wd0.01_s0",
+    ]
+
+
+def test_a_hyper_parameter_goes_before_an_option_of_the_same_name(tmp_path: Path) -> None:
+    text = 'strategies = [{ name = "diloco", momentum = 0.5, lr = 0.2 }]'
+    (one,) = asked(tmp_path, BASE + text).asked
+    assert (one.config.params, one.config.momentum, one.config.lr) == ({"momentum": 0.5}, 0.0, 0.2)
+
+
+def test_the_target_of_compare_is_that_of_the_part(tmp_path: Path) -> None:
+    text = f'{BASE}strategies = ["asp"]\n'
+    assert [cell.target for cell in asked(tmp_path, text).cells()] == [None]
+    text += "compare_target = 0.93\n[[part]]\n[[part]]\nworkers = 4\ncompare_target = 1"
+    assert [cell.target for cell in asked(tmp_path, text).cells()] == [0.93, 1.0]
+
+
+def test_only_what_matches_by_one_of_its_learning_rates(tmp_path: Path) -> None:
+    text = 'seeds = 2\ntune_lr = [0.03, 0.1]\ntune_target = 0.9\nstrategies = ["bsp", { name = "asp", lr = 0.3 }]'
+    found = asked(tmp_path, BASE + text)
+
+    def chosen(*only: str) -> list[tuple[str, int]]:
+        return [(one.config.strategy, one.config.seed) for one in found.matching(only)]
+
+    assert chosen() == [("bsp", 0), ("asp", 0), ("bsp", 1), ("asp", 1)]
+    assert chosen("bsp") == chosen("custom_lr0.03") == [("bsp", 0), ("bsp", 1)]
+    assert chosen("custom_s0") == [("bsp", 0)], "0.1 is not in names"
+    assert chosen("w2*s1") == [("bsp", 1), ("asp", 1)]
+    assert chosen("lr0.3", "bsp*0.03*s0") == [("bsp", 0), ("asp", 0), ("asp", 1)]
+    with pytest.raises(UserError, match=r"^--only ssp --only lr0.2: is in the name of none of 4 runs; they are called"):
+        found.matching(["ssp", "lr0.2"])
 
 
 # --- What is refused ---
@@ -218,6 +312,38 @@ TUNED = 'tune_target = 0.9\nstrategies = ["asp"]\n'
         (TUNED, "tune_target = 0.9: there is no tune_lr"),
         ('strategies = ["asp"]\ntune_lr = [0.1]', "tune_lr needs a test accuracy to get to"),
         ('strategies = ["asp"]\ntune_lr = [0.1]\ntune_target = 90', "tune_target = 90.0: must lie above 0"),
+        (f'{TUNED}tune_lr = [0.1]\ntune_on = "slow"', "unknown cluster in tune_on 'slow'. Valid: custom."),
+        (f"{TUNED}tune_lr = [0.1]\ntune_on = 1", "tune_on = 1: must be text"),
+        ('strategies = ["asp"]\ntune_on = "custom"', "tune_on = custom: there is no tune_lr"),
+        ('strategies = ["asp"]\ncompare_target = 93', "compare_target = 93.0: must lie above 0 and at most at 1"),
+        ('strategies = ["asp"]\ncompare_target = "93%"', 'compare_target = "93%": must be a number'),
+        ('strategies = [{ name = "asp", lr = "x" }]', 'strategies: lr = "x": must be a number'),
+        ('strategies = [{ name = "asp", wire = ["int8"] }]', "unknown wire 'int8'"),
+        ('strategies = [{ name = "asb", lr = 1 }]', "unknown strategy 'asb'"),
+        ('momentum = 0.9\nstrategies = [{ name = "asp", optimizer = "adamw" }]', "adamw has no such momentum"),
+        (
+            'tune_lr = [0.1, 0.3]\ntune_target = 0.9\nstrategies = ["asp", { name = "asp", lr = 0.3 }]',
+            "asp_w2_custom_lr0.3_s0 is asked for twice",
+        ),
+        (
+            f"{TUNED}tune_lr = [0.1]\n[[part]]\n[[part]]\nlr = 1\nseeds = [1000]",
+            "tune_seed = 1000: is one of the seeds",
+        ),
+        ("part = []", "part must be a list of tables, each below a line [[part]]"),
+        ("[part]\nworkers = 4", "part must be a list of tables"),
+        ("[[part]]", "part 1: strategies must be a list"),
+        ('[[part]]\nstrategies = ["asp"]\n[[part]]\nworker = 4', "part 2: unknown key 'worker'; did you mean workers"),
+        ('[[part]]\nclock = "real"', "part 1: clock is the same for all parts; give it above the first [[part]]"),
+        ("[[part]]\ntune_seed = 1", "part 1: tune_seed is the same for all parts"),
+        ('strategies = ["asp"]\n[[part]]\n[[part]]\nlr = -1', "part 2: lr -1: must be a number above 0"),
+        ('strategies = ["asp"]\n[[part]]\n[[part]]\nseeds = [1, 0]', "part 2: asp_w2_custom_s0 is asked for twice"),
+        ('strategies = ["asp"]\nlr = [1, 2]\n[[part]]\nseeds = 5000\n[[part]]\nlr = 3', "asks for 10,001 runs"),
+        ('strategies = ["asp"]\ntune_target = 0.9\n[[part]]', "tune_target = 0.9: there is no tune_lr"),
+        (f"{TUNED}lr = 0.1\ntune_lr = [0.1]\n[[part]]", "part 1: lr and tune_lr: the learning rate is either given"),
+        (
+            f'{TUNED}tune_lr = [0.1]\ntune_on = "custom"\n[[part]]\n[[part]]\ncluster = "8xgpu-1g"\nmodel = "cnn"',
+            "part 2: unknown cluster in tune_on 'custom'. Valid: 8xgpu-1g, changed.",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_file_and_the_key(tmp_path: Path, text: str, message: str) -> None:
@@ -290,6 +416,42 @@ def test_a_dry_run_prints_the_grid_and_creates_nothing(tmp_path: Path, inside: I
     assert [path.name for path in tmp_path.iterdir()] == ["my.toml"]
 
 
+def test_a_dry_run_of_parts_says_how_many_runs_each_has(tmp_path: Path, inside: Inside) -> None:
+    path = make(tmp_path, PARTS.replace("steps", "tune_lr = [0.1, 0.3]\ntune_target = 0.9\nsteps", 1))
+    done = inside("suite", "my.toml", "--dry-run", "--jobs", "3")
+    assert done.returncode == 0, done.stderr
+    assert [line.rstrip() for line in done.stdout.splitlines()] == [
+        "part 1: mlp on digits, 10 steps, 4 runs, lr among 0.1, 0.3",
+        "strategy  workers  runs",
+        "bsp       2           2",
+        "asp       2           2",
+        "",
+        "part 2: lenet5 on mnist5k, 5 s, 3 runs",
+        "strategy  workers  runs",
+        "bsp       2           3",
+        "",
+        "4 runs choose lr on seed 1000; 0 of them are finished",
+        "7 runs on the virtual clock, 3 at a time, into results/my",
+    ]
+    done = inside("suite", "my.toml", "--dry-run", "--jobs", "3", "--only", "asp_*_s1")
+    assert [line.rstrip() for line in done.stdout.splitlines()] == [
+        "part 1: mlp on digits, 10 steps, 1 runs, lr among 0.1, 0.3",
+        "strategy  workers  runs",
+        "asp       2           1",
+        "",
+        "part 2: no runs",
+        "",
+        "2 runs choose lr on seed 1000; 0 of them are finished",
+        "1 runs on the virtual clock, 3 at a time, into results/my",
+    ]
+    done = inside("suite", "my.toml", "--only", "ssp")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "sapus: --only ssp: is in the name of none of 7 runs; they are called as in bsp_digits"
+    )
+    assert list(tmp_path.iterdir()) == [path]
+
+
 # --- The learning rate ---
 
 
@@ -320,13 +482,86 @@ def test_each_group_is_tuned_by_itself_on_the_same_rates(tmp_path: Path) -> None
     assert len(tuning) == 2 * 3 * 2
     assert {(cell.config.seed, cell.config.target_accuracy) for cell in tuning} == {(77, 0.9)}
     assert [cell.config.lr for cell in tuning] == [0.03, 0.1] * 6
-    rates = {suite.group_of(cell.config): cell.config.lr for cell in tuning[::2]}
-    rates[suite.group_of(tuning[0].config)] = 0.1
+    choices = found.choices()
+    assert [cell for choice in choices for cell in choice.cells] == tuning
+    rates = {choice.group: 0.03 for choice in choices} | {choices[0].group: 0.1}
     cells = found.cells(rates)
     assert len(cells) == 2 * 3 * 2
     chosen = {(c.config.strategy, c.config.workers, c.config.seed): c.config.lr for c in cells}
     assert (chosen["bsp", 4, 0], chosen["bsp", 4, 1], chosen["bsp", 8, 0]) == (0.1, 0.1, 0.03)
     assert {cell.config.target_accuracy for cell in cells} == {0.8}
+
+
+def test_one_learning_rate_for_all_clusters_is_tuned_on_one(tmp_path: Path) -> None:
+    text = """
+        steps = 10
+        workers = [2, 4]
+        tune_lr = [0.03, 0.1]
+        tune_target = 0.9
+        tune_on = "fast"
+        cluster = [{ name = "slow", step_time = "1s" }, { name = "fast", step_time = "50ms" }]
+        strategies = ["bsp", { name = "asp", lr = [0.2, 0.4] }]
+    """
+    found = asked(tmp_path, text)
+    assert [cell.name for cell in found.tuning_cells()] == [
+        f"bsp_w{workers}_fast{lr}_s1000" for workers in (2, 4) for lr in ("_lr0.03", "")
+    ]
+    two, four = found.choices()
+    assert [cell.name for cell in found.cells({two.group: 0.03, four.group: 0.1})] == [
+        f"{name}_s0"
+        for cluster in ("slow", "fast")
+        for name in (
+            *(f"bsp_w2_{cluster}_lr0.03", f"asp_w2_{cluster}_lr0.2", f"asp_w2_{cluster}_lr0.4"),
+            *(f"bsp_w4_{cluster}", f"asp_w4_{cluster}_lr0.2", f"asp_w4_{cluster}_lr0.4"),
+        )
+    ]
+    assert {cell.config.strategy for cell in found.cells({})} == {"asp"}, "what is not tuned yet has no name"
+    changed = 'tune_on = "8xgpu-1g"\ncluster = ["8xgpu-10g", "8xgpu-1g"]\nwire_scale = 9'
+    text = f'steps = 1\nstrategies = ["asp"]\ntune_lr = [1, 2]\ntune_target = 0.9\n{changed}'
+    assert {cell.config.cluster.name for cell in asked(tmp_path, text).tuning_cells()} == {"8xgpu-1g, changed"}
+
+
+def test_each_part_says_itself_whether_and_how_it_is_tuned(tmp_path: Path) -> None:
+    tuned, given = "tune_lr = [0.03, 0.1]\ntune_target = 0.9\n", "lr = 0.2\ntune_target = 0.9\ntune_seed = 7\n"
+    text = f"""{BASE}strategies = ["asp"]
+        top
+        [[part]]
+        [[part]]
+        workers = 3
+        lr = 0.3
+        [[part]]
+        workers = 4
+        tune_lr = [0.5]
+        tune_target = 0.8
+    """
+    runs = asked(tmp_path, text.replace("top", tuned)).asked
+    assert [one.tuning and (one.tuning.rates, one.tuning.target, one.tuning.seed) for one in runs] == [
+        ((0.03, 0.1), 0.9, 1000),
+        None,
+        ((0.5,), 0.8, 1000),
+    ]
+    assert runs[1].config.lr == 0.3
+    runs = asked(tmp_path, text.replace("top", given)).asked
+    assert [one.tuning and (one.tuning.rates, one.tuning.target, one.tuning.seed) for one in runs] == [
+        None,
+        None,
+        ((0.5,), 0.8, 7),
+    ]
+    assert [one.config.lr for one in runs[:2]] == [0.2, 0.3]
+
+
+def test_a_tuning_run_that_two_choices_share_is_made_once(tmp_path: Path) -> None:
+    text = f"""{BASE}strategies = ["asp"]
+        tune_target = 0.9
+        [[part]]
+        tune_lr = [0.1, 0.3]
+        [[part]]
+        tune_lr = [0.3, 0.5]
+        seeds = [1]
+    """
+    found = asked(tmp_path, text)
+    assert [[cell.config.lr for cell in choice.cells] for choice in found.choices()] == [[0.1, 0.3], [0.3, 0.5]]
+    assert [cell.config.lr for cell in found.tuning_cells()] == [0.1, 0.3, 0.5]
 
 
 # --- The folder ---
@@ -381,6 +616,23 @@ def test_what_is_no_longer_asked_for_is_put_aside_and_comes_back(tmp_path: Path)
     assert shelf.tidy(cells, retry=False) == [cells[0].name]
     assert [read_run(folder / cell.name)["config"]["steps"] for cell in cells] == [6, 6]
     assert seen(folder / ".aside") == ["asp_w2_custom_s0_2"]
+
+
+def test_a_finished_run_takes_the_name_that_it_has_now(tmp_path: Path) -> None:
+    before = asked(tmp_path, f'{BASE}seeds = 3\nstrategies = ["asp"]').cells()
+    after = asked(tmp_path, f'{BASE}seeds = 3\nstrategies = ["asp"]\n[[part]]\n[[part]]\nmodel = "cnn"').cells()
+    folder = tmp_path / "suite"
+    for cell, status in zip(before, ["finished", "failed", "finished"], strict=True):
+        fake(folder, cell, status)
+    shelf = Shelf(folder, "virtual")
+    assert shelf.tidy(after, retry=False, only={"asp_cnn_w2_custom_s0"}) == []
+    assert seen(folder) == ["asp_mlp_w2_custom_s0", "asp_mlp_w2_custom_s2", "asp_w2_custom_s1"], (
+        "others stay as they are"
+    )
+    assert shelf.tidy(before, retry=True, only={"asp_w2_custom_s0"}) == []
+    assert seen(folder) == ["asp_w2_custom_s0", "asp_w2_custom_s1", "asp_w2_custom_s2"]
+    assert shelf.tidy(after, retry=False) == ["asp_w2_custom_s1"]
+    assert seen(folder) == [".aside", "asp_mlp_w2_custom_s0", "asp_mlp_w2_custom_s2"]
 
 
 # --- The command ---
@@ -520,6 +772,62 @@ def test_the_learning_rate_is_tuned_where_compare_does_not_look(tmp_path: Path, 
     done = inside("suite", "my.toml")
     assert done.returncode == 0
     assert "3 of 3 runs are there already" in done.stderr
+
+
+@pytest.mark.slow
+def test_parts_are_tuned_and_run_a_few_at_a_time(tmp_path: Path, inside: Inside) -> None:
+    text = """
+        epochs = 1
+        workers = 2
+        step_time = "50ms"
+        compare_target = 0.9
+        strategies = ["bsp", "asp"]
+        [[part]]
+        model = "mlp"
+        tune_lr = [0.0001, 0.1]
+        tune_target = 0.3
+        tune_on = "custom"
+        cluster = ["none", { name = "slow", link = "1mbit" }]
+        [[part]]
+        dataset = "null"
+        model = "null:100"
+        steps = 3
+        strategies = ["bsp"]
+    """
+    path = make(tmp_path, text)
+    done = inside("suite", "my.toml", "--only", "bsp*slow", "--only", "null")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "2 of 2 runs finished; 3 others left as they are",
+        "Suite folder: results/my",
+        "Next: sapus compare 'results/my/*_digits-mlp_*'",
+        "Next: sapus compare 'results/my/*_null-null-100_*'",
+    ]
+    folder = tmp_path / "results" / "my"
+    first = ("bsp_digits-mlp_w2_slow_epochs1_s0", "bsp_null-null-100_w2_custom_steps3_s0")
+    assert states(folder) == {
+        "bsp_digits-mlp_w2_custom_epochs1_s0": ("waiting", 0),
+        **dict.fromkeys(first, ("finished", 1)),
+    }, "the learning rate of asp is not chosen yet"
+    assert ledger(folder)["n_cells"] == 5
+    assert [run["state"] for run in ledger(folder)["tuning"]["runs"]] == ["finished", "finished", "waiting", "waiting"]
+    path.write_text(text.replace("steps = 3", "epochs = 2"))
+    done = inside("suite", "my.toml", "--only", "asp")
+    assert done.returncode == 0, done.stderr
+    assert {name: state for name, (state, _) in states(folder).items()} == {
+        "bsp_digits-mlp_w2_custom_epochs1_s0": "waiting",
+        "asp_digits-mlp_w2_custom_epochs1_s0": "finished",
+        "bsp_digits-mlp_w2_slow_epochs1_s0": "finished",
+        "asp_digits-mlp_w2_slow_epochs1_s0": "finished",
+        "bsp_null-null-100_w2_custom_epochs2_s0": "waiting",
+    }
+    assert (folder / first[1]).is_dir(), "a run that is no longer asked for is put aside when all are"
+    assert {cell["target"] for cell in ledger(folder)["cells"]} == {0.9}
+    tuning = ledger(folder)["tuning"]
+    assert [(one["strategy"], one["cluster"], one["model"], one["lr"]) for one in tuning["chosen"]] == [
+        ("bsp", "custom", "mlp", 0.1),
+        ("asp", "custom", "mlp", 0.1),
+    ]
 
 
 @pytest.mark.slow

@@ -115,13 +115,13 @@ def test_every_value_round_trips(rows: list[tuple[float | None, str | None, str 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7976931348623157e308, 0.1 + 0.2])
 def test_special_floats_round_trip(tmp_path: Path, value: float) -> None:
-    write(tmp_path, "evals", [(value, 1, 2, value, value, value)])
+    write(tmp_path, "evals", [(value, 1, 2, value, value, value, None)])
     assert repr(read_trace(tmp_path, "evals")["loss"][0]) == repr(value)
 
 
 def test_numpy_scalars_and_whole_numbers_are_numbers(tmp_path: Path) -> None:
-    write(tmp_path, "evals", [(np.float64(0.1), np.int64(3), 4, np.float32(0.5), 2, 1)])
-    assert (tmp_path / "evals.csv").read_text().splitlines()[1] == "0.1,3,4,0.5,2.0,1.0"
+    write(tmp_path, "evals", [(np.float64(0.1), np.int64(3), 4, np.float32(0.5), 2, 1, 0)])
+    assert (tmp_path / "evals.csv").read_text().splitlines()[1] == "0.1,3,4,0.5,2.0,1.0,0.0"
 
 
 def test_the_bytes_depend_on_the_rows_alone(tmp_path: Path) -> None:
@@ -138,10 +138,10 @@ def test_the_bytes_depend_on_the_rows_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        (True, 1, 2, 0.5, 0.5, 0.5),
-        (0.5, True, 2, 0.5, 0.5, 0.5),
-        (0.5, 1.0, 2, 0.5, 0.5, 0.5),
-        ("0.5", 1, 2, 0.5, 0.5, 0.5),
+        (True, 1, 2, 0.5, 0.5, 0.5, 0.5),
+        (0.5, True, 2, 0.5, 0.5, 0.5, 0.5),
+        (0.5, 1.0, 2, 0.5, 0.5, 0.5, 0.5),
+        ("0.5", 1, 2, 0.5, 0.5, 0.5, 0.5),
     ],
 )
 def test_a_cell_of_another_type_is_refused_before_it_is_written(tmp_path: Path, row: tuple[object, ...]) -> None:
@@ -157,7 +157,7 @@ def test_a_number_is_no_text(tmp_path: Path) -> None:
 
 def test_rows_that_do_not_fit_the_columns_are_refused(tmp_path: Path) -> None:
     with Trace(tmp_path / "evals.csv", EVALS) as trace:
-        with pytest.raises(ValueError, match="has 6 columns, not 2"):
+        with pytest.raises(ValueError, match="has 7 columns, not 2"):
             trace.row((1.0, 2))
         with pytest.raises(ValueError, match=r"no column \['los'\]"):
             trace.row({"t_s": 1.0, "los": 2.0})
@@ -183,7 +183,7 @@ def test_own_columns_with_unusable_names_are_refused(own: tuple[str, ...]) -> No
 
 def test_tick_flushes_after_half_a_second_if_rows_wait(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "evals.csv", EVALS)
-    row = (0.5, 1, 2, 0.5, 0.5, 0.5)
+    row = (0.5, 1, 2, 0.5, 0.5, 0.5, 0.5)
 
     def on_disk() -> int:
         return read_trace(tmp_path, "evals").height
@@ -330,9 +330,21 @@ def test_a_broken_row_is_dropped_at_the_end_and_damage_elsewhere(tmp_path: Path,
 
 
 def test_the_error_says_which_cell_is_damaged(tmp_path: Path) -> None:
-    path = write(tmp_path, "evals", [(0.5, 1, 2, 0.5, 0.5, 0.5)] * 3)
+    path = write(tmp_path, "evals", [(0.5, 1, 2, 0.5, 0.5, 0.5, 0.5)] * 3)
     path.write_text(path.read_text().replace("0.5,1,2,", "0.5,x1,2,", 1))
     with pytest.raises(DamagedFileError, match=r"row 1 \(line 2\) holds 'x1' in column 'version', which is no Int64"):
+        read_trace(tmp_path, "evals")
+
+
+def test_a_column_that_came_later_is_empty_in_older_files(tmp_path: Path) -> None:
+    path = tmp_path / "evals.csv"
+    path.write_text("t_s,version,samples,epoch,loss,accuracy\n0.5,1,2,0.25,1.5,0.75\n1.0,2,")
+    frame = read_trace(tmp_path, "evals")
+    assert frame.columns == [column.name for column in EVALS]
+    assert frame.rows() == [(0.5, 1, 2, 0.25, 1.5, 0.75, None)]
+    assert str(frame["worst_class"].dtype) == "Float64"
+    path.write_text("t_s,version,samples,epoch,loss\n")
+    with pytest.raises(DamagedFileError, match="row 0"):
         read_trace(tmp_path, "evals")
 
 

@@ -351,7 +351,7 @@ def test_a_step_of_nothing_adds_1_to_the_first_element() -> None:
     trainer = trainer_of(data)(model, data, torch.arange(20), 32, SGD, 0, 0)
     assert trainer.step() == (1.0, 20)
     assert trainer.vector.tolist() == [1, 0, 0]
-    assert evaluator_of(data)(model, data).evaluate(trainer.vector) == (1.0, 0.0)
+    assert evaluator_of(data)(model, data).evaluate(trainer.vector) == (1.0, 0.0, None)
 
 
 def test_a_shard_or_a_batch_of_nothing_is_refused(toy: DataSet) -> None:
@@ -369,19 +369,31 @@ def test_loss_and_accuracy_worked_out_by_hand(toy: DataSet) -> None:
     evaluator = Evaluator(_linear([[0.0, 0.0], [0.0, 0.0]]), toy, batch_size=1)
     # The logits of the right and of the wrong class are 2 and -2, then the other way round.
     right = math.log(1 + math.exp(-4))
-    loss, accuracy = evaluator.evaluate(torch.tensor([1.0, -1.0, -1.0, 1.0]))
+    loss, accuracy, worst_class = evaluator.evaluate(torch.tensor([1.0, -1.0, -1.0, 1.0]))
     assert loss == pytest.approx(right, rel=1e-5)
-    assert accuracy == 1
-    loss, accuracy = evaluator.evaluate(torch.tensor([-1.0, 1.0, 1.0, -1.0]))
+    assert (accuracy, worst_class) == (1, 1)
+    loss, accuracy, worst_class = evaluator.evaluate(torch.tensor([-1.0, 1.0, 1.0, -1.0]))
     assert loss == pytest.approx(right + 4, rel=1e-5)
-    assert accuracy == 0
+    assert (accuracy, worst_class) == (0, 0)
     # The first class gets 2 from both images and the second nothing: the first image is right, the second wrong.
     mixed = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(2))) / 2
     part = torch.tensor([[[[1.0, 1.0]]], [[[1.0, 1.0]]]]), toy.test_y
     lopsided = make_dataset("toy", "image", (toy.train_x, toy.train_y), part, 2)
-    loss, accuracy = Evaluator(_linear([[0.0, 0.0], [0.0, 0.0]]), lopsided).evaluate(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    evaluator = Evaluator(_linear([[0.0, 0.0], [0.0, 0.0]]), lopsided)
+    loss, accuracy, worst_class = evaluator.evaluate(torch.tensor([1.0, 1.0, 0.0, 0.0]))
     assert loss == pytest.approx(mixed, rel=1e-5)
-    assert accuracy == 0.5
+    assert (accuracy, worst_class) == (0.5, 0)
+
+
+def test_the_worst_class_is_one_that_the_test_set_has(toy: DataSet) -> None:
+    # Of class 0 the model gets two of three right, of class 2 the one; class 1 does not occur.
+    part = torch.tensor([[[[1.0, 0.0]]], [[[1.0, 0.0]]], [[[0.0, 1.0]]], [[[0.0, 1.0]]]]), torch.tensor([0, 0, 0, 2])
+    three = make_dataset("toy", "image", (toy.train_x, toy.train_y), part, 3)
+    model = _linear([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    weights = torch.tensor([1.0, -1.0, 0.0, 0.0, -1.0, 1.0])
+    for n in (1, 256):
+        tested = Evaluator(model, three, batch_size=n).evaluate(weights)
+        assert tested[1:] == pytest.approx((3 / 4, 2 / 3))
 
 
 def test_the_batch_size_of_the_evaluation_does_not_matter_and_data_stay_as_they_are(toy: DataSet) -> None:
@@ -425,8 +437,11 @@ def test_the_accuracy_on_text_counts_characters() -> None:
     y = torch.tensor([[0, 1, 2], [2, 0, 1]], dtype=torch.uint8)
     data = make_dataset("toy text", "text", (x, y), (x, y), 3)
     model = nn.Embedding(3, 3)
-    loss, accuracy = Evaluator(model, data).evaluate(torch.eye(3).flatten())  # predicts each character again
+    loss, accuracy, worst_class = Evaluator(model, data).evaluate(
+        torch.eye(3).flatten()
+    )  # predicts each character again
     assert accuracy == pytest.approx(4 / 6)
+    assert worst_class is None, "a character is no class"
     each = math.log(math.e + 2)
     assert loss == pytest.approx((4 * (each - 1) + 2 * each) / 6)
 
@@ -442,11 +457,11 @@ def test_a_vector_of_another_model_is_refused(toy: DataSet) -> None:
 def test_cnn_learns_digits(digits: DataSet) -> None:
     model = build_model("cnn", digits, 0)
     trainer, evaluator = _trainer(model, digits), Evaluator(model, digits)
-    loss_before, _ = evaluator.evaluate(trainer.vector)
+    loss_before, *_ = evaluator.evaluate(trainer.vector)
     assert loss_before == pytest.approx(math.log(10), abs=0.1)  # it knows nothing yet
     for _ in range(400):
         trainer.step()
-    _, accuracy = evaluator.evaluate(trainer.vector)
+    _, accuracy, _ = evaluator.evaluate(trainer.vector)
     assert accuracy > 0.9
 
 

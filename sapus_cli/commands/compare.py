@@ -9,8 +9,9 @@ import math
 import re
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from sapus_cli.analysis import Comparison, Estimate, Metric
+    from sapus_cli.analysis import Comparison, Estimate, Metric, Row
+    from sapus_cli.pivot import Grid
 
 EXAMPLES = (
     "Examples:\n\n"
     "sapus compare\n\n"
     "sapus compare results/2026*_w8_* --target 95% --baseline asp\n\n"
     "sapus compare results/suite --metrics time,bytes,staleness\n\n"
+    'sapus compare results/suite --pivot cluster --baseline "ssp,dssp,local-sgd"\n\n'
     "sapus compare --format csv > comparison.csv"
 )
 DEFAULT_METRICS = ("time", "speedup", "accuracy", "cpu", "bandwidth", "bytes")
+PIVOT_METRICS = ("time", "speedup")
 GAP = 2
 """Columns of the terminal between two columns of the table."""
 
@@ -60,14 +64,22 @@ def command(
         typer.Option(
             "--metrics",
             metavar="A,B,...",
-            help="Columns: time, speedup, bytes, accuracy, best, throughput, cpu, bandwidth, peak, each of these three "
-            "with -reduction, interval, staleness, staleness-p99, seeds, or all.",
-            show_default=f"{', '.join(DEFAULT_METRICS)}; all for csv and json",
+            help="Columns: time, speedup, bytes, accuracy, best, worst-class, loss, throughput, cpu, cpu-time, "
+            "bandwidth, peak, each of these four with -reduction, interval, staleness, staleness-p99, seeds, or all.",
+            show_default=f"{', '.join(DEFAULT_METRICS)}; with --pivot time, speedup; all for csv and json",
         ),
     ] = None,
     sort: Annotated[
         str, typer.Option("--sort", metavar="METRIC", help="Metric whose best value comes first.")
     ] = "time",
+    pivot: Annotated[
+        str | None,
+        typer.Option(
+            "--pivot",
+            metavar="KEY",
+            help="A table a metric, a column a value of KEY: cluster, workers, wire, partition, dataset, ...",
+        ),
+    ] = None,
     form: Annotated[
         Format, typer.Option("--format", metavar="FORMAT", help="table, csv, json, markdown or latex.")
     ] = Format.table,
@@ -77,14 +89,19 @@ def command(
 ) -> int:
     """Compare runs: time to a target accuracy, speed-up, server load; with confidence intervals over seeds."""
     from sapus_cli import analysis  # noqa: PLC0415 - heavy imports wait until they are needed
+    from sapus_cli.pivot import arrange, split  # noqa: PLC0415
 
-    names = _metrics(metrics, form)
+    names = _metrics(metrics, form, DEFAULT_METRICS if pivot is None else PIVOT_METRICS)
     if sort not in analysis.METRICS:
         raise unknown("metric in --sort", sort, analysis.METRICS)
     wanted = None if target is None else accuracy(target)
     found = analysis.load_runs(_paths(runs or []))
-    result = analysis.compare(found, target=wanted, baseline=baseline, metrics=names, sort=sort, force=force)
-    _PRINTERS[form](result)
+    request: dict[str, Any] = {"target": wanted, "baseline": baseline, "metrics": names, "sort": sort, "force": force}
+    if pivot is None:
+        _PRINTERS[form](analysis.compare(found, **request), None)
+        return 0
+    result = analysis.compare(found, split=partial(split, key=pivot), **request)
+    _PRINTERS[form](result, arrange(result.rows, pivot, sort))
     return 0
 
 
@@ -96,12 +113,12 @@ def _paths(runs: Sequence[str]) -> list[Path]:
     return [Path("results")]
 
 
-def _metrics(text: str | None, form: Format) -> list[str]:
+def _metrics(text: str | None, form: Format, usual: Sequence[str]) -> list[str]:
     from sapus_cli.analysis import METRICS  # noqa: PLC0415
 
     if text == "all" or (text is None and form in {Format.csv, Format.json}):
         return list(METRICS)
-    names = list(DEFAULT_METRICS) if text is None else [name.strip() for name in text.split(",")]
+    names = list(usual) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in METRICS:
             raise unknown("metric in --metrics", name, [*METRICS, "all"])
@@ -135,22 +152,59 @@ def _shown(metric: Metric, value: float) -> str:
         return f"{value:.0f}"
     if metric.key.endswith("reduction_percent"):
         return f"{value:.1f}"
-    if metric.key in {"accuracy", "best_accuracy", "speedup"}:
+    if metric.key in {"accuracy", "best_accuracy", "worst_class_accuracy", "speedup"}:
         return f"{metric.scale * value:.2f}"
     return _number(metric.scale * value)
 
 
-def _heading(metric: Metric) -> str:
-    return f"{metric.header} {metric.unit}".strip()
+class Sheet(NamedTuple):
+    """A table of texts.
+
+    Attributes:
+        title: what all of its figures are, if it is one.
+        headings: two lines over each column of figures.
+        rows: a name, and value and interval of every figure; an empty value where there is none.
+    """
+
+    title: str
+    headings: list[tuple[str, str]]
+    rows: list[tuple[str, list[tuple[str, str]]]]
 
 
-def about(result: Comparison) -> list[str]:
+def _sheets(result: Comparison, grid: Grid | None) -> list[Sheet]:
+    """One with a column a metric; of a grid one a metric."""
+    from sapus_cli.analysis import METRICS  # noqa: PLC0415
+
+    if grid is None:
+        rows = [
+            (row.group.name, [_texts(METRICS[name], row.cells[name]) for name in result.metrics]) for row in result.rows
+        ]
+        return [Sheet("", [_heading_lines(METRICS[name]) for name in result.metrics], rows)]
+    return [_grid_sheet(grid, name, METRICS[name]) for name in result.metrics]
+
+
+def _grid_sheet(grid: Grid, name: str, metric: Metric) -> Sheet:
+    def texts_of(row: Row | None) -> tuple[str, str]:
+        if row is None:
+            return "", ""
+        value, ends = _texts(metric, row.cells[name])
+        return value + row.group.name.removeprefix(row.group.label), ends
+
+    rows = [(line.label, [texts_of(row) for row in line.rows]) for line in grid.lines]
+    return Sheet(" ".join(_heading_lines(metric)).strip(), [("", title) for title in grid.titles], rows)
+
+
+def _texts(metric: Metric, cell: Estimate) -> tuple[str, str]:
+    return _value(metric, cell), _interval(metric, cell)
+
+
+def about(result: Comparison, grid: Grid | None = None) -> list[str]:
     """What stands under the table, but for the notes."""
     from sapus_cli.analysis import LEAST_SEEDS  # noqa: PLC0415
 
     seeds = sorted({len(row.group.runs) for row in result.rows})
     count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    lines = [f"target {100 * result.target.accuracy:.4g} %: {result.target.rule}"]
+    lines = _about_targets(result, grid)
     if result.baseline is not None:
         lines.append(f"baseline: {result.baseline}")
     line = f"seeds a group: {count}; mean over seeds"
@@ -161,17 +215,27 @@ def about(result: Comparison) -> list[str]:
     return lines
 
 
+def _about_targets(result: Comparison, grid: Grid | None) -> list[str]:
+    if grid is None or len(set(result.targets)) == 1:
+        return [f"target {100 * result.target.accuracy:.4g} %: {result.target.rule}"]
+    columns = zip(grid.titles, result.targets, strict=True)
+    return [f"target of {title}: {100 * target.accuracy:.4g} %, {target.rule}" for title, target in columns]
+
+
 def _remarks(result: Comparison) -> list[str]:
     return [*result.notes, *(f"warning: {warning}" for warning in result.warnings)]
 
 
-def _print_table(result: Comparison) -> None:
+def _print_table(result: Comparison, grid: Grid | None) -> None:
     from rich.console import Console  # noqa: PLC0415
 
     console = Console()
-    for names in _that_fit(result, console.width):
-        _print_columns(console, result, names)
-    for line in about(result):
+    for sheet in _sheets(result, grid):
+        for places in _that_fit(sheet, console.width):
+            if sheet.title:
+                console.print(sheet.title, style="bold", markup=False, highlight=False)
+            _print_columns(console, sheet, places)
+    for line in about(result, grid):
         console.print(line, style="dim", markup=False, highlight=False)
     for line in result.notes:
         console.print(line, markup=False, highlight=False)
@@ -184,78 +248,100 @@ def _heading_lines(metric: Metric) -> tuple[str, str]:
     return (first, f"{last} {metric.unit}".strip()) if first else (last, metric.unit)
 
 
-def _label_width(result: Comparison, width: int) -> int:
-    return min(max(len(text) for text in ("strategy", *(row.group.name for row in result.rows))), max(12, width // 3))
+def _label_width(sheet: Sheet, width: int) -> int:
+    return min(max(len(text) for text in ("strategy", *(name for name, _ in sheet.rows))), max(12, width // 3))
 
 
-def _that_fit(result: Comparison, width: int) -> list[list[str]]:
-    """The metrics, split into tables that are no wider than the terminal."""
-    from sapus_cli.analysis import METRICS  # noqa: PLC0415
-
-    tables: list[list[str]] = []
+def _that_fit(sheet: Sheet, width: int) -> list[list[int]]:
+    """The columns, split into tables that are no wider than the terminal."""
+    tables: list[list[int]] = []
     used = math.inf
-    for name in result.metrics:
-        metric = METRICS[name]
-        texts = [*_heading_lines(metric)]
-        for row in result.rows:
-            texts += [_value(metric, row.cells[name]), _interval(metric, row.cells[name])]
+    for place, heading in enumerate(sheet.headings):
+        texts = [*heading, *(text for _, cells in sheet.rows for text in cells[place])]
         needed = GAP + max(map(len, texts))
         if used + needed > width:
             tables.append([])
-            used = _label_width(result, width)
-        tables[-1].append(name)
+            used = _label_width(sheet, width)
+        tables[-1].append(place)
         used += needed
     return tables
 
 
-def _print_columns(console: Console, result: Comparison, names: list[str]) -> None:
+def _print_columns(console: Console, sheet: Sheet, places: list[int]) -> None:
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    from sapus_cli.analysis import METRICS  # noqa: PLC0415
-
     grid = Table(box=None, padding=(0, 0, 0, GAP), pad_edge=False, header_style="dim")
-    grid.add_column("\nstrategy", max_width=_label_width(result, console.width), overflow="fold")
-    for name in names:
-        grid.add_column(Text("\n".join(_heading_lines(METRICS[name]))), justify="right", no_wrap=True)
-    for row in result.rows:
-        texts = ((_value(METRICS[name], row.cells[name]), _interval(METRICS[name], row.cells[name])) for name in names)
-        cells = [Text.assemble(value, "\n", (ends, "dim")) if ends else Text(value) for value, ends in texts]
-        grid.add_row(Text(row.group.name), *cells)
+    headings = [list(sheet.headings[place]) for place in places]
+    if not any(first for first, _ in headings):
+        headings = [lines[1:] for lines in headings]
+    grid.add_column(
+        "\n" * (len(headings[0]) - 1) + "strategy", max_width=_label_width(sheet, console.width), overflow="fold"
+    )
+    for lines in headings:
+        grid.add_column(Text("\n".join(lines)), justify="right", no_wrap=True)
+    for name, texts in sheet.rows:
+        cells = [
+            Text.assemble(value, "\n", (ends, "dim")) if ends else Text(value)
+            for value, ends in (texts[place] for place in places)
+        ]
+        grid.add_row(Text(name), *cells)
     console.print(grid)
     console.print()
 
 
-def _print_csv(result: Comparison) -> None:
+def _places(grid: Grid | None) -> dict[str, tuple[str, str]]:
+    """The line and the column of each group, by its label."""
+    if grid is None:
+        return {}
+    return {
+        row.group.label: (line.label, title)
+        for line in grid.lines
+        for title, row in zip(grid.titles, line.rows, strict=True)
+        if row is not None
+    }
+
+
+def _print_csv(result: Comparison, grid: Grid | None) -> None:
     from sapus_cli.analysis import METRICS  # noqa: PLC0415
 
+    places = _places(grid)
     names = [name for name in result.metrics if name != "seeds"]
     keys = [METRICS[name].key for name in names]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     parts = [f"{key}{part}" for key in keys for part in ("", "_low", "_high", "_bound")]
-    writer.writerow(["group", "strategy", "seeds", "finished", "target", "baseline", *parts])
+    own = [] if grid is None else ["line", grid.key]
+    writer.writerow(["group", *own, "strategy", "seeds", "finished", "target", "baseline", *parts])
     for row in result.rows:
         cells = [row.cells[name] for name in names]
         finished = sum(run.finished for run in row.group.runs)
-        about = [row.group.label, row.group.strategy, len(row.group.runs), finished]
+        place = places.get(row.group.label, ())
+        about = [row.group.label, *place, row.group.strategy, len(row.group.runs), finished]
+        base = row.baseline.label if row.baseline else None
         figures = [part for cell in cells for part in (cell.value, cell.low, cell.high, cell.bound)]
-        writer.writerow([*about, result.target.accuracy, result.baseline, *figures])
+        writer.writerow([*about, row.target, base, *figures])
     sys.stdout.write(out.getvalue())
     for line in _remarks(result):
         typer.echo(line, err=True)
 
 
-def _print_json(result: Comparison) -> None:
+def _print_json(result: Comparison, grid: Grid | None) -> None:
     from sapus_cli.analysis import METRICS  # noqa: PLC0415
 
-    def group(row: Any) -> dict[str, Any]:
+    places = _places(grid)
+
+    def group(row: Row) -> dict[str, Any]:
+        place = dict(zip(("line", "column"), places.get(row.group.label, ()), strict=False))
         return {
             "label": row.group.label,
+            **place,
             "strategy": row.group.strategy,
             "hyper_parameters": row.group.runs[0].hyper_parameters,
             "seeds": row.group.seeds,
             "runs": [str(run.folder) for run in row.group.runs],
+            "target": row.target,
+            "baseline": row.baseline.label if row.baseline else None,
             "unfinished": [str(run.folder) for run in row.group.runs if not run.finished],
             "metrics": {METRICS[name].key: row.cells[name]._asdict() for name in result.metrics if name != "seeds"},
         }
@@ -264,6 +350,7 @@ def _print_json(result: Comparison) -> None:
         "target": result.target.accuracy,
         "target_rule": result.target.rule,
         "baseline": result.baseline,
+        **({} if grid is None else {"pivot": grid.key}),
         "groups": [group(row) for row in result.rows],
         "notes": result.notes,
         "warnings": result.warnings,
@@ -273,42 +360,45 @@ def _print_json(result: Comparison) -> None:
 
 def texts(result: Comparison) -> list[list[str]]:
     """Heading and rows of a table of texts."""
-    from sapus_cli.analysis import METRICS  # noqa: PLC0415
-
-    metrics = [(name, METRICS[name]) for name in result.metrics]
-    lines = [["strategy", *(_heading(metric) for _, metric in metrics)]]
-    for row in result.rows:
-        cells = [f"{_value(m, row.cells[name])} {_interval(m, row.cells[name])}".strip() for name, m in metrics]
-        lines.append([row.group.name, *cells])
-    return lines
+    (sheet,) = _sheets(result, None)
+    return _lines(sheet)
 
 
-def _print_markdown(result: Comparison) -> None:
+def _lines(sheet: Sheet) -> list[list[str]]:
+    lines = [["strategy", *(" ".join(heading).strip() for heading in sheet.headings)]]
+    return lines + [[name, *(" ".join(cell).strip() for cell in cells)] for name, cells in sheet.rows]
+
+
+def _print_markdown(result: Comparison, grid: Grid | None) -> None:
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(_plain(cell) for cell in cells)} |"
 
-    heading, *rows = texts(result)
-    rule = f"| --- |{' ---: |' * (len(heading) - 1)}"
-    remarks = [f"* {_plain(text)}" for text in (*about(result), *_remarks(result))]
-    typer.echo("\n".join([line(heading), rule, *map(line, rows), "", *remarks]))
+    for sheet in _sheets(result, grid):
+        heading, *rows = _lines(sheet)
+        rule = f"| --- |{' ---: |' * (len(heading) - 1)}"
+        title = [f"**{_plain(sheet.title)}**", ""] if sheet.title else []
+        typer.echo("\n".join([*title, line(heading), rule, *map(line, rows), ""]))
+    remarks = [f"* {_plain(text)}" for text in (*about(result, grid), *_remarks(result))]
+    typer.echo("\n".join(remarks))
 
 
 def _plain(text: str) -> str:
     return re.sub(r"([\\*_<>|\[\]~$`])", r"\\\1", text)
 
 
-def _print_latex(result: Comparison) -> None:
-    """A tabular for the package booktabs."""
+def _print_latex(result: Comparison, grid: Grid | None) -> None:
+    """A tabular for the package booktabs, or several."""
 
     def line(cells: Sequence[str]) -> str:
         return f"{' & '.join(_tex(cell) for cell in cells)} \\\\"
 
-    heading, *rows = texts(result)
-    remarks = [f"% {text}" for text in (*about(result), *_remarks(result))]
-    columns = "l" + "r" * (len(heading) - 1)
-    body = [line(heading), r"\midrule", *map(line, rows)]
-    lines = [*remarks, rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
-    typer.echo("\n".join(lines))
+    typer.echo("\n".join(f"% {text}" for text in (*about(result, grid), *_remarks(result))))
+    for sheet in _sheets(result, grid):
+        heading, *rows = _lines(sheet)
+        title = [f"% {sheet.title}"] if sheet.title else []
+        begin = rf"\begin{{tabular}}{{{'l' + 'r' * (len(heading) - 1)}}}"
+        body = [line(heading), r"\midrule", *map(line, rows)]
+        typer.echo("\n".join([*title, begin, r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]))
 
 
 _TEX = {

@@ -30,7 +30,7 @@ def command(
     groups = groups_of(runs or [])
     runs_of = [run for group in groups for run in (*group.runs, *group.repeats)]
     result = analysis.compare(runs_of, target=wanted, baseline=baseline, metrics=METRICS, alone=True)
-    drawn, left_out = report.draw_all(groups, Request(target=result.target.accuracy, baseline=baseline or "bsp"))
+    drawn, left_out = report.draw_all(groups, Request(target=wanted, baseline=baseline or "bsp"))
     facts = [*about(result), *result.notes]
     page = report.html(report.Page(texts(result), facts, result.warnings, groups, drawn, left_out))
     write(output, page.encode())

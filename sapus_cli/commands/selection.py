@@ -24,7 +24,7 @@ Target = Annotated[
         "--target",
         metavar="ACCURACY",
         help="Test accuracy that times are to, as in 0.95 or 95%.",
-        show_default="the most that every run reached",
+        show_default="the suite's, else the most that every run reached",
     ),
 ]
 Baseline = Annotated[
@@ -32,7 +32,8 @@ Baseline = Annotated[
     typer.Option(
         "--baseline",
         metavar="NAME",
-        help="What speed-ups and reductions are to: a strategy, or a label of the table.",
+        help="What speed-ups and reductions are to: a strategy, a label of the table, or several of them with commas "
+        "between, which means the fastest in each setting.",
         show_default="bsp",
     ),
 ]

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -17,22 +18,24 @@ from sapus_cli.commands.options import Quiet, Results, flag, whole
 from sapus_cli.errors import InterruptedRunError, RunFailedError, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.progress import TaskID
 
-    from sapus_cli.config import RunConfig
     from sapus_cli.drivers.pool import Progress
-    from sapus_cli.suite import Cell, Suite
+    from sapus_cli.suite import Asked, Cell, Suite, Tuning
 
 EXAMPLES = (
     "Examples:\n\n"
     "sapus suite quick\n\n"
     "sapus suite experiments/scaling.toml --dry-run\n\n"
     "sapus suite my.toml --jobs 4 --results /data/results\n\n"
-    "sapus suite quick --retry"
+    "sapus suite quick --retry\n\n"
+    "sapus suite my.toml --only 'sapus*_w8' --only bsp"
 )
 MOST_JOBS = 1024
 LINE_EVERY_S = 30.0
-HEADS = ("strategy", "workers", "cluster", "partition", "batch", "lr", "momentum", "wire")
+HEADS = ("strategy", "workers", "cluster", "partition", "batch", "lr", "momentum", "wire", "optimizer", "decay")
 
 
 class Clock(StrEnum):
@@ -62,6 +65,15 @@ def command(
         typer.Option("--clock", help="Clock to run on, into a folder of its own.", show_default="as the suite says"),
     ] = None,
     retry: Annotated[bool, flag("--retry", text="Make runs that failed once more.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="TEXT",
+            help="Only runs whose name contains this, as in sapus_h8 or 'w8*_s0'; may be given more than once.",
+            show_default="all",
+        ),
+    ] = None,
     results: Results = Path("results"),
     quiet: Quiet = False,
 ) -> int:
@@ -75,30 +87,35 @@ def command(
         raise UserError(f"--jobs {jobs}: on the real clock runs would slow each other down; leave it out")
     width = 1 if suite.clock == "real" else jobs or _usable_cores()
     folder = results / suite.name
+    chosen = only or []
     if dry_run:
-        _print_plan(suite, folder, width)
+        _print_plan(suite, folder, width, chosen)
         return 0
     again = ["sapus", "suite", name, *(["--clock", clock.value] if clock else [])]
     again += [] if results == Path("results") else ["--results", str(results)]
-    _run(suite, folder, width, shlex.join(again), retry=retry, quiet=quiet)
+    again += [word for text in chosen for word in ("--only", text)]
+    _run(suite, folder, width, shlex.join(again), chosen, retry=retry, quiet=quiet)
     return 0
 
 
-def _run(suite: Suite, folder: Path, jobs: int, again: str, *, retry: bool, quiet: bool) -> None:
+def _run(suite: Suite, folder: Path, jobs: int, again: str, only: Sequence[str], *, retry: bool, quiet: bool) -> None:
     from sapus_cli.drivers.suite import SuiteRun  # noqa: PLC0415
 
-    n_cells = len(suite.configs)
     with _View(jobs, silent=quiet) as view:
         try:
-            failures = SuiteRun(suite, folder, jobs=jobs, retry=retry, observer=view).run()
+            failures = SuiteRun(suite, folder, jobs=jobs, retry=retry, observer=view, only=only).run()
         except InterruptedRunError as error:
             raise InterruptedRunError(f"{error}; what is finished is kept; go on with: {again}") from error
+    n_cells = view.n_cells
     if not quiet:
         before = f", {view.n_before} of them before" if view.n_before else ""
-        _print(f"{n_cells - len(failures)} of {n_cells} runs finished{before}")
+        others = len(suite.asked) - n_cells
+        left = f"; {others} others left as they are" if others else ""
+        _print(f"{n_cells - len(failures)} of {n_cells} runs finished{before}{left}")
         _print(f"Suite folder: {folder}")
         if len(failures) < n_cells:
-            _print(f"Next: sapus compare {shlex.quote(str(folder))}")
+            for place in [folder / f"*_{word}_*" for word in suite.workloads] or [folder]:
+                _print(f"Next: sapus compare {shlex.quote(str(place))}")
     if failures:
         lines = [f"{failure.name}: {failure.reason}" for failure in failures]
         head = f"{len(failures)} of {n_cells} runs failed; to make them once more: {again} --retry"
@@ -120,7 +137,7 @@ class _View:
         self._begun_s = self._phase_s = time.monotonic()
         self._next_line_s = LINE_EVERY_S
         self._n_waiting = self._n_ended = 0
-        self.n_before = 0
+        self.n_cells = self.n_before = 0
         self._tasks: dict[str, TaskID] = {}
         self._bars = Bars(
             TextColumn("{task.description}"),
@@ -142,6 +159,7 @@ class _View:
     def expect(self, waiting: int, done: int) -> None:
         """Begin to count."""
         self._n_waiting, self._n_ended, self.n_before = waiting, 0, done
+        self.n_cells = waiting + done
         self._phase_s = time.monotonic()
         if done:
             self.note(f"{done} of {waiting + done} runs are there already")
@@ -202,50 +220,76 @@ class _View:
         sys.stderr.flush()
 
 
-def _print_plan(suite: Suite, folder: Path, jobs: int) -> None:
-    """What would run: a row for all seeds of a group."""
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
+def _print_plan(suite: Suite, folder: Path, jobs: int, only: Sequence[str]) -> None:
+    """What would run."""
     from sapus_cli.drivers.suite import TUNING, Shelf, check_folder  # noqa: PLC0415
+    from sapus_cli.suite import matches  # noqa: PLC0415
 
     check_folder(folder)
-    console = Console()
-    tuning = suite.tuning_cells()
-    cells = suite.cells()
-    shelf = Shelf(folder, suite.clock)
-    seeds: dict[tuple[str, ...], int] = {}
-    for config in suite.configs:
-        row = _row(config, tuned=suite.tuning is not None)
-        seeds[row] = seeds.get(row, 0) + 1
-    several = [
-        column
-        for column, head in enumerate(HEADS)
-        if head in {"strategy", "workers"} or len({row[column] for row in seeds}) > 1
-    ]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in several:
-        table.add_column(HEADS[column], overflow="fold")
-    table.add_column("runs", justify="right")
-    for row, count in seeds.items():
-        table.add_row(*(row[column] for column in several), str(count))
-    console.print(table)
-    if suite.tuning is not None:
-        rates = ", ".join(f"{lr:g}" for lr in suite.tuning.rates)
-        there = sum(Shelf(folder / TUNING, suite.clock).standing(cell) == "finished" for cell in tuning)
-        _print(f"{len(tuning)} runs choose lr among {rates} on seed {suite.tuning.seed}; {there} of them are finished")
-        _print(f"{len(cells)} runs on the {suite.clock} clock, {jobs} at a time, into {folder}")
+    wanted = suite.matching(only)
+    for part in range(1, suite.n_parts + 1):
+        _print_part(part, [one for one in wanted if one.part == part])
+    if not suite.n_parts:
+        _print_grid(wanted)
+    into = f"on the {suite.clock} clock, {jobs} at a time, into {folder}"
+    if suite.tunings:
+        groups = {one.tuning.group_of(one.config) for one in wanted if one.tuning}
+        tried = {cell.name: cell for choice in suite.choices() if choice.group in groups for cell in choice.cells}
+        there = sum(Shelf(folder / TUNING, suite.clock).standing(cell) == "finished" for cell in tried.values())
+        among = "" if suite.n_parts else f" among {_rates(suite.tunings[0])}"
+        _print(f"{len(tried)} runs choose lr{among} on seed {suite.tunings[0].seed}; {there} of them are finished")
+        _print(f"{len(wanted)} runs {into}")
         return
+    shelf = Shelf(folder, suite.clock)
+    cells = [cell for cell in suite.cells() if matches(cell.name, only)]
     finished = [cell for cell in cells if shelf.standing(cell) == "finished"]
-    _print(
-        f"{len(cells)} runs on the {suite.clock} clock, {jobs} at a time, into {folder}; {len(finished)} are finished"
-    )
+    _print(f"{len(cells)} runs {into}; {len(finished)} are finished")
     if finished and len(finished) < len(cells):
         seconds = sum(_took_s(folder, cell) for cell in finished) / len(finished) * (len(cells) - len(finished)) / jobs
         _print(f"The rest takes {_duration(seconds)}, if it is like what is finished")
 
 
-def _row(config: RunConfig, *, tuned: bool) -> tuple[str, ...]:
+def _print_grid(wanted: Sequence[Asked]) -> None:
+    """A row for all seeds of a group."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    rows = Counter(map(_row, wanted))
+    several = [
+        column
+        for column, head in enumerate(HEADS)
+        if head in {"strategy", "workers"} or len({row[column] for row in rows}) > 1
+    ]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in several:
+        table.add_column(HEADS[column], overflow="fold")
+    table.add_column("runs", justify="right")
+    for row, count in rows.items():
+        table.add_row(*(row[column] for column in several), str(count))
+    Console().print(table)
+
+
+def _print_part(part: int, runs: Sequence[Asked]) -> None:
+    if not runs:
+        _print(f"part {part}: no runs\n")
+        return
+    config = runs[0].config
+    budget = {"epochs": config.epochs, "steps": config.steps, "s": config.seconds}
+    length = next(f"{value:g} {unit}" for unit, value in budget.items() if value is not None)
+    tuning = next((one.tuning for one in runs if one.tuning), None)
+    tuned = f", lr among {_rates(tuning)}" if tuning else ""
+    _print(f"part {part}: {config.model} on {config.dataset}, {length}, {len(runs)} runs{tuned}")
+    _print_grid(runs)
+    _print("")
+
+
+def _rates(tuning: Tuning) -> str:
+    where = f" on {tuning.on.name}" if tuning.on else ""
+    return ", ".join(f"{lr:g}" for lr in tuning.rates) + where
+
+
+def _row(one: Asked) -> tuple[str, ...]:
+    config = one.config
     params = "".join(f" {key}={value}" for key, value in config.params.items())
     return (
         f"{config.strategy}{params}",
@@ -253,9 +297,11 @@ def _row(config: RunConfig, *, tuned: bool) -> tuple[str, ...]:
         config.cluster.name,
         config.partition,
         str(config.batch_size),
-        "tuned" if tuned else f"{config.lr:g}",
+        "tuned" if one.tuning else f"{config.lr:g}",
         f"{config.momentum:g}",
         config.wire,
+        config.optimizer,
+        f"{config.weight_decay:g}",
     )
 
 

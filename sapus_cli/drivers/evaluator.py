@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Tests(Protocol):
     """What tests a state vector."""
 
-    def evaluate(self, vector: Vec) -> tuple[float, float]:
-        """Mean loss and accuracy on the test set of a state, shape `(d,)`."""
+    def evaluate(self, vector: Vec) -> tuple[float, float, float | None]:
+        """Mean loss of a state, shape `(d,)`, on the test set, its accuracy, and that of the worst class if known."""
 
 
 def run(client: Client, tests: Tests, trace: Trace, *, every_s: float, n_train: int) -> None:
@@ -46,8 +46,9 @@ def run(client: Client, tests: Tests, trace: Trace, *, every_s: float, n_train: 
         if state is None:
             return
         final = state.final
-        loss, accuracy = tests.evaluate(vector)
-        trace.row((state.t_s, state.version, state.samples, state.samples / n_train, loss, accuracy))
+        loss, accuracy, worst_class = tests.evaluate(vector)
+        epoch = state.samples / n_train
+        trace.row((state.t_s, state.version, state.samples, epoch, loss, accuracy, worst_class))
         if final:
             trace.flush()  # when the server has heard of it the run may end, and this process with it
         trace.tick(time.monotonic())

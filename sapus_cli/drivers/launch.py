@@ -291,7 +291,7 @@ class Launcher:
             self._record = resumed_record(traces.read_run(self._folder), record, bound.checkpoint_s)
             for name in ("evals", "resources", "events"):
                 traces.cut_after(self._folder / f"{name}.csv", bound.checkpoint_s)
-            evals = traces.read_trace(self._folder, "evals").drop("epoch")
+            evals = traces.read_trace(self._folder, "evals").drop("epoch", "worst_class")
             self._evals = [Measured(**row) for row in evals.iter_rows(named=True)]
         try:
             traces.write_run(self._folder, self._record)

@@ -405,10 +405,10 @@ class Simulation:
 
     def _evaluate(self, t_s: float) -> None:
         self._n_evals += 1
-        loss, accuracy = self._tests.evaluate(self._server.state.x)
+        loss, accuracy, worst_class = self._tests.evaluate(self._server.state.x)
         samples, version = self._server.samples, self._server.version
         self._evals.append(Measured(t_s, version, samples, loss, accuracy))
-        self._eval_trace.row((t_s, version, samples, samples / self._n_train, loss, accuracy))
+        self._eval_trace.row((t_s, version, samples, samples / self._n_train, loss, accuracy, worst_class))
         rx_bytes = sum(traffic.rx_bytes for traffic in self._traffic)
         tx_bytes = sum(traffic.tx_bytes for traffic in self._traffic)
         self._resources.row((t_s, "server", 0, self._cpu_s, None, None, rx_bytes, tx_bytes, None, None))

@@ -23,12 +23,12 @@ from sapus_cli.drivers.record import utc
 from sapus_cli.errors import DamagedFileError, InterruptedRunError, RunFailedError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Container, Iterator, Sequence
     from pathlib import Path
 
     from sapus_cli.drivers.control import Happened, Measured, Status
     from sapus_cli.drivers.launch import Plan
-    from sapus_cli.suite import Cell, Suite, Tried
+    from sapus_cli.suite import Asked, Cell, Choice, Suite, Tried
 
 SCHEMA_VERSION = 1
 FILE, LOCK, TUNING, ASIDE = "suite.json", ".lock", ".tuning", ".aside"
@@ -48,6 +48,7 @@ class Entry(msgspec.Struct, kw_only=True):
     cluster: str
     lr: float
     seed: int
+    target: float | None = None
     failure: str | None = None
 
 
@@ -89,24 +90,30 @@ class Shelf:
             record = None
         return "waiting" if record is None or not self._is(record, cell) else record["status"]
 
-    def tidy(self, cells: Sequence[Cell], *, retry: bool) -> list[str]:
+    def tidy(self, cells: Sequence[Cell], *, retry: bool, only: Container[str] | None = None) -> list[str]:
         """Leave nothing but finished runs of these cells, and failed ones unless they are to be tried again.
+
+        A finished run that has another name than its cell is given the cell's.
+
+        Args:
+            cells: what is wanted.
+            retry: whether failed runs are to be tried again.
+            only: names; folders that are called otherwise are left as they are, unless they are to be renamed.
 
         Returns:
             The names of the runs that were put aside.
         """
         wanted = {cell.name: cell for cell in cells}
-        aside = []
+        aside: dict[Path, str] = {}
         for place in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
-            if place.name.startswith(".") or not place.is_dir():
+            if place.name.startswith(".") or not place.is_dir() or (only is not None and place.name not in only):
                 continue
             try:
                 record = _record(place)
             except DamagedFileError:
                 # A newer sapus may have written it: it is in the way, and not for this one to delete.
                 if place.name in wanted:
-                    self._put_aside(place)
-                    aside.append(place.name)
+                    aside[self._put_aside(place)] = place.name
                 continue
             cell = wanted.get(place.name)
             if cell is not None and (record is None or record["status"] not in {"finished", "failed"}):
@@ -114,37 +121,39 @@ class Shelf:
             elif record is None:
                 continue
             elif cell is None or not self._is(record, cell):
-                self._put_aside(place)
-                aside.append(place.name)
+                aside[self._put_aside(place)] = place.name
             elif record["status"] == "failed" and retry:
                 _remove(place)
-        self._fetch_back([cell for cell in cells if not (self._folder / cell.name).exists()])
-        return aside
+        self._fetch([cell for cell in cells if not (self._folder / cell.name).exists()], wanted)
+        return [name for place, name in aside.items() if place.exists()]
 
     def _is(self, record: dict[str, Any], cell: Cell) -> bool:
         return record.get("clock") == self._clock and traces.config_of(record) == suite.as_recorded(cell.config)
 
-    def _put_aside(self, place: Path) -> None:
+    def _put_aside(self, place: Path) -> Path:
         shelf = self._folder / ASIDE
         shelf.mkdir(exist_ok=True)
         names = itertools.chain([place.name], (f"{place.name}_{n}" for n in itertools.count(2)))
-        place.rename(next(shelf / name for name in names if not (shelf / name).exists()))
+        return place.rename(next(shelf / name for name in names if not (shelf / name).exists()))
 
-    def _fetch_back(self, missing: Sequence[Cell]) -> None:
-        """Take what was put aside and is asked for again."""
-        shelf = self._folder / ASIDE
-        if not missing or not shelf.is_dir():
+    def _fetch(self, missing: Sequence[Cell], wanted: Container[str]) -> None:
+        """Take what was put aside, or was left under another name, and is asked for."""
+        if not missing or not self._folder.is_dir():
             return
-        records = {}
-        for place in sorted(shelf.iterdir()):
+        shelf = self._folder / ASIDE
+        places = [place for place in sorted(self._folder.iterdir()) if place.is_dir() and place.name not in wanted]
+        places += sorted(shelf.iterdir()) if shelf.is_dir() else []
+        finished = {}
+        for place in places:
             with suppress(DamagedFileError):
-                if (found := _record(place)) is not None:
-                    records[place] = found
+                record = _record(place)
+                if record is not None and record["status"] == "finished":
+                    finished[place] = record
         for cell in missing:
-            for place, record in records.items():
-                if record["status"] == "finished" and self._is(record, cell):
+            for place, record in finished.items():
+                if self._is(record, cell):
                     place.rename(self._folder / cell.name)
-                    del records[place]
+                    del finished[place]
                     break
 
 
@@ -157,16 +166,20 @@ class SuiteRun:
         jobs: most runs in virtual time that go on at the same time; on the real clock one follows the other.
         retry: whether runs that failed are made again.
         observer: who is told.
+        only: texts or patterns; only runs are made of which the name contains one. Without any all are.
     """
 
-    def __init__(self, asked: Suite, folder: Path, *, jobs: int, retry: bool, observer: Observer) -> None:
+    def __init__(
+        self, asked: Suite, folder: Path, *, jobs: int, retry: bool, observer: Observer, only: Sequence[str] = ()
+    ) -> None:
         self._suite = asked
+        self._only = only
         self._folder = folder
         self._jobs = jobs
         self._retry = retry
         self._observer = observer
         self._tuning: list[Entry] = []
-        self._cells: list[Entry] = [_entry(cell) for cell in ([] if asked.tuning else asked.cells())]
+        self._cells: list[Entry] = [_entry(cell) for cell in ([] if asked.tunings else asked.cells())]
         self._chosen: list[dict[str, Any]] = []
         self._started_at = utc()
         self._attempts: dict[str, int] = {}
@@ -175,42 +188,46 @@ class SuiteRun:
         """Make what is missing. Returns the cells that failed, those of earlier times among them.
 
         Raises:
-            UserError: the folder is not one of a suite, or another command works in it.
+            UserError: the folder is not one of a suite, another command works in it, or `only` matches nothing.
             RunFailedError: a run that chooses a learning rate failed for another reason than that it diverged.
             InterruptedRunError: a signal arrived; what was written is kept.
         """
+        wanted = self._suite.matching(self._only)
         check_folder(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         with _locked(self._folder):
             self._recall()
             self._write()
-            cells = self._suite.cells(self._tuned() if self._suite.tuning else None)
+            cells = self._suite.cells(self._tuned(wanted) if self._suite.tunings else None)
             self._cells = [_entry(cell) for cell in cells]
-            return self._make(cells, self._cells, self._folder)
+            names = {cell.name for cell in cells if suite.matches(cell.name, self._only)}
+            if not names:
+                raise suite.none_matches(self._only, cells)
+            return self._make(cells, self._cells, self._folder, names)
 
-    def _tuned(self) -> dict[str, float]:
-        """Choose the learning rate of each group."""
-        cells = self._suite.tuning_cells()
+    def _tuned(self, wanted: Sequence[Asked]) -> dict[str, float]:
+        """Choose the learning rate of each group that has a run among `wanted`, or that has been tuned before."""
+        choices, cells = self._suite.choices(), self._suite.tuning_cells()
         self._tuning = [_entry(cell) for cell in cells]
-        failures = self._make(cells, self._tuning, self._folder / TUNING)
-        broken = [failure for failure in failures if not failure.reason.startswith("diverged")]
+        groups = {one.tuning.group_of(one.config) for one in wanted if one.tuning}
+        names = {cell.name for choice in choices if choice.group in groups for cell in choice.cells}
+        failures = self._make(cells, self._tuning, self._folder / TUNING, names)
+        broken = [failure for failure in failures if not _has_diverged(failure.reason)]
         if broken:
             lines = [f"{failure.name}: {failure.reason}" for failure in broken]
-            raise RunFailedError("\n".join([f"{len(broken)} of {len(cells)} runs that choose lr failed", *lines]))
-        groups: dict[str, list[Cell]] = {}
-        for cell in cells:
-            groups.setdefault(suite.group_of(cell.config), []).append(cell)
+            raise RunFailedError("\n".join([f"{len(broken)} of {len(names)} runs that choose lr failed", *lines]))
+        known = {entry.name for entry in self._tuning if entry.state == "finished" or _has_diverged(entry.failure)}
         rates = {}
-        for key, members in groups.items():
-            tried = [self._tried(cell) for cell in members]
-            rates[key] = suite.best_rate(tried)
-            self._note_choice(members[0], rates[key], tried)
+        for choice in choices:
+            if all(cell.name in known for cell in choice.cells):
+                tried = [self._tried(cell, choice.target) for cell in choice.cells]
+                rates[choice.group] = suite.best_rate(tried)
+                self._note_choice(choice, rates[choice.group], tried)
         return rates
 
-    def _tried(self, cell: Cell) -> Tried:
+    def _tried(self, cell: Cell, target: float) -> Tried:
         folder = self._folder / TUNING / cell.name
         run = analysis.Run(folder, traces.read_run(folder))
-        target = self._suite.tuning.target if self._suite.tuning else 1.0
         reached = analysis.time_to(run, target)
         return suite.Tried(
             cell.config.lr,
@@ -219,23 +236,26 @@ class SuiteRun:
             diverged=not run.finished,
         )
 
-    def _note_choice(self, cell: Cell, lr: float, tried: Sequence[Tried]) -> None:
-        config = cell.config
+    def _note_choice(self, choice: Choice, lr: float, tried: Sequence[Tried]) -> None:
+        config = choice.cells[0].config
         of = {"strategy": config.strategy, "params": config.params, "workers": config.workers}
         what = {**of, "cluster": config.cluster.name, "partition": config.partition, "batch_size": config.batch_size}
-        what |= {"momentum": config.momentum, "wire": config.wire}
+        what |= {"momentum": config.momentum, "wire": config.wire, "dataset": config.dataset, "model": config.model}
+        what |= {"optimizer": config.optimizer, "weight_decay": config.weight_decay, "target": choice.target}
         self._chosen.append({**what, "lr": lr, "tried": [one._asdict() for one in tried]})
         best = next(one for one in tried if one.lr == lr)
         why = "diverged at every lr" if best.diverged else "never got to the target, this lr came nearest"
         if best.reached_s is not None:
             why = f"{best.reached_s:.1f} s to the target"
-        group = suite.name_of(suite.with_usual_lr(config)).removesuffix(f"_s{config.seed}")
+        group = suite.name_of(suite.with_usual_lr(config), self._suite.told).removesuffix(f"_s{config.seed}")
         self._observer.note(f"tuned {group}: lr {lr:g} ({why})")
 
-    def _make(self, cells: Sequence[Cell], entries: Sequence[Entry], folder: Path) -> list[Failure]:
-        """Make the runs of `cells` that are not there."""
+    def _make(
+        self, cells: Sequence[Cell], entries: Sequence[Entry], folder: Path, names: Collection[str]
+    ) -> list[Failure]:
+        """Make the runs of `cells` that are among `names` and not there. Returns those of them that failed."""
         shelf = Shelf(folder, self._suite.clock)
-        aside = shelf.tidy(cells, retry=self._retry)
+        aside = shelf.tidy(cells, retry=self._retry, only=names if self._only else None)
         if aside:
             where = folder / ASIDE
             self._observer.note(f"{len(aside)} runs no longer asked for, put aside into {where}: {_some(aside)}")
@@ -243,12 +263,14 @@ class SuiteRun:
         for cell, entry in zip(cells, entries, strict=True):
             entry.attempts = self._attempts.get(entry.name, 0)
             entry.state = shelf.standing(cell)
-            if entry.state == "waiting":
+            if entry.state == "running":  # one that was killed, and is not to be made now
+                entry.state = "interrupted"
+            elif entry.state == "waiting" and entry.name in names:
                 todo.append((cell, entry))
             elif entry.state == "failed":
                 entry.failure = _first_line(str(traces.read_run(folder / cell.name).get("failure") or "failed"))
         self._write()
-        self._observer.expect(len(todo), len(cells) - len(todo))
+        self._observer.expect(len(todo), len(names) - len(todo))
         if todo:
             make = self._in_pool if self._suite.clock == "virtual" else self._in_turn
             try:
@@ -258,7 +280,11 @@ class SuiteRun:
                     entry.state = "interrupted" if entry.state == "running" else entry.state
                 self._write()
                 raise
-        return [Failure(entry.name, entry.failure or "") for entry in entries if entry.state == "failed"]
+        return [
+            Failure(entry.name, entry.failure or "")
+            for entry in entries
+            if entry.state == "failed" and entry.name in names
+        ]
 
     def _in_pool(self, todo: Sequence[tuple[Cell, Entry]], folder: Path) -> None:
         def started() -> Iterator[PoolCell]:
@@ -320,8 +346,9 @@ class SuiteRun:
     def _write(self) -> None:
         asked = self._suite
         tuning = None
-        if asked.tuning is not None:
-            about = {"rates": asked.tuning.rates, "seed": asked.tuning.seed, "target": asked.tuning.target}
+        if asked.tunings:
+            rates, targets = ({getattr(one, key) for one in asked.tunings} for key in ("rates", "target"))
+            about = {"rates": _one(rates), "seed": asked.tunings[0].seed, "target": _one(targets)}
             tuning = {**about, "chosen": self._chosen, "runs": self._tuning}
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -331,7 +358,7 @@ class SuiteRun:
             "clock": asked.clock,
             "started_at": self._started_at,
             "written_at": utc(),
-            "n_cells": len(asked.configs),
+            "n_cells": len(asked.asked),
             "tuning": tuning,
             "cells": self._cells,
         }
@@ -453,7 +480,17 @@ def _entry(cell: Cell) -> Entry:
         cluster=config.cluster.name,
         lr=config.lr,
         seed=config.seed,
+        target=cell.target,
     )
+
+
+def _one(values: Collection[Any]) -> Any:
+    """The value that all have, or None."""
+    return next(iter(values)) if len(values) == 1 else None
+
+
+def _has_diverged(reason: str | None) -> bool:
+    return reason is not None and reason.startswith("diverged")
 
 
 def _first_line(text: str) -> str:

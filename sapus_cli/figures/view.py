@@ -124,11 +124,11 @@ def nothing(groups: Sequence[Group], what: str, why: str) -> UserError:
     return UserError(f"no {what} to draw: {why} ({labels})")
 
 
-def plain_log(axis: Any, limits: tuple[float, float]) -> None:
-    """Ticks at 1, 2, 5 within every decade, or at the decades alone where there are many, in plain numbers."""
+def plain_log(axis: Any, limits: tuple[float, float], dense: float = 500) -> None:
+    """Ticks at 1, 2, 5 within every decade, in plain numbers; at the decades alone if ends are `dense` times apart."""
     low, high = limits
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if high <= 500 * low else (1,)
+    digits = (1, 2, 5) if high <= dense * low else (1,)
     axis.set_major_locator(FixedLocator([digit * 10.0**decade for decade in decades for digit in digits]))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
