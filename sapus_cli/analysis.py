@@ -32,6 +32,9 @@ _CANNOT_MATTER = frozenset({"strategy", "params", "seed", "data_dir", "download"
 OPTIONS = ("optimizer", "wire", "weight_decay", "momentum", "lr")
 """Conditions that a strategy may have its own of, the one that matters most first."""
 
+MOST_NAMED = 12
+"""Of so many groups that missed the target each has a note of its own."""
+
 _STALE_FRACTION = 0.99
 
 _SHORT = {"batch_size": "batch", "eval_every_s": "eval-every", "target_accuracy": "stop-at"}
@@ -1309,6 +1312,20 @@ def _notes_on_rows(runs: Sequence[Run]) -> list[str]:
     return notes
 
 
+def _notes_on_missed(rows: list[Row]) -> list[str]:
+    missed = {row.group.label: [run for run in row.group.runs if time_to(run, row.target).censored] for row in rows}
+    missed = {label: runs for label, runs in missed.items() if runs}
+    if len(missed) > MOST_NAMED:
+        n_runs = _counted(sum(map(len, missed.values())), "run")
+        return [f"> and < are bounds: {n_runs} of {len(missed)} groups did not reach the target"]
+    targets = {row.group.label: row.target for row in rows}
+    notes = []
+    for label, runs in missed.items():
+        seeds = ", ".join(f"{run.seed} (> {time_to(run, targets[label]).seconds:.4g} s)" for run in runs)
+        notes.append(f"{label}: did not reach the target with seed {seeds}; > and < are bounds")
+    return notes
+
+
 def _notes(rows: list[Row]) -> list[str]:
     notes = []
     unfinished = [run for row in rows for run in row.group.runs if not run.finished]
@@ -1316,11 +1333,7 @@ def _notes(rows: list[Row]) -> list[str]:
         names = ", ".join(f"{run.name} ({run.status})" for run in unfinished)
         notes.append(f"* not finished, used up to its last row: {names}")
     notes += _notes_on_rows([run for row in rows for run in row.group.runs])
-    for row in rows:
-        missed = [run for run in row.group.runs if time_to(run, row.target).censored]
-        if missed:
-            seeds = ", ".join(f"{run.seed} (> {time_to(run, row.target).seconds:.4g} s)" for run in missed)
-            notes.append(f"{row.group.label}: did not reach the target with seed {seeds}; > and < are bounds")
+    notes += _notes_on_missed(rows)
     few: dict[int, list[str]] = {}
     for row in rows:
         if len(row.group.runs) < LEAST_SEEDS:

@@ -265,6 +265,12 @@ class ServerTime:
         return self.free_at
 
 
+def shipped_profiles() -> dict[str, Any]:
+    """The profiles that ship: name -> file."""
+    folder = resources.files("experiments").joinpath("clusters")
+    return {path.name.removesuffix(".toml"): path for path in folder.iterdir()}
+
+
 def load_profile(name: str) -> ClusterProfile:
     """A profile that ships, by name, or from a TOML file, by its path.
 
@@ -273,9 +279,7 @@ def load_profile(name: str) -> ClusterProfile:
     """
     if name == "none":
         return ClusterProfile()
-    shipped = {
-        path.name.removesuffix(".toml"): path for path in resources.files("experiments").joinpath("clusters").iterdir()
-    }
+    shipped = shipped_profiles()
     source = shipped[name] if name in shipped else Path(name)
     if name not in shipped and not Path(name).is_file():
         raise unknown("cluster", name, ["none", *shipped], "Or give the path of a TOML file.")

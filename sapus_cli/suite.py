@@ -70,7 +70,7 @@ CHANGES: dict[str, type] = {"step_time": str, "link": str, "slow": str, "pause":
 OPTIONS: dict[str, type] = {"lr": float, "optimizer": str, "momentum": float, "weight_decay": float, "wire": str}
 """Options of the run that an entry of `strategies` may set for itself."""
 
-TUNE = ("tune_lr", "tune_seed", "tune_target", "tune_on")
+TUNE = ("tune_lr", "tune_seed", "tune_target", "tune_on", "tune_seconds")
 OWN = ("strategies", "seeds", "cluster", "clock", *TUNE, "compare_target", "part")
 
 TOP = ("clock", "tune_seed", "part")
@@ -104,19 +104,23 @@ class Cell(NamedTuple):
 class Tuning:
     """How the learning rate is chosen: each of `rates` on one seed, the fastest to `target` wins.
 
-    With `on` that is done on this cluster, for the runs on all clusters; without it on each run's own.
+    With `on` that is done on this cluster, for the runs on all clusters; without it on each run's own. With `seconds`
+    that is the budget, in the place of the run's own.
     """
 
     rates: tuple[float, ...]
     seed: int
     target: float
     on: cluster.ClusterProfile | None = None
+    seconds: float | None = None
 
     def configs(self, config: RunConfig) -> list[RunConfig]:
         """The runs that choose the learning rate of a run, in the order of the rates."""
         first = msgspec.structs.replace(
             config, cluster=self.on or config.cluster, seed=self.seed, target_accuracy=self.target
         )
+        if self.seconds is not None:
+            first = msgspec.structs.replace(first, epochs=None, steps=None, seconds=self.seconds)
         return [msgspec.structs.replace(first, lr=lr) for lr in self.rates]
 
     def group_of(self, config: RunConfig) -> str:
@@ -394,7 +398,7 @@ def _expand(table: Mapping[str, Any], number: int, place: Path | None) -> list[l
     """The runs of a part, a list for each seed."""
     seeds = _seeds(table.get("seeds", 1))
     profiles = _profiles(table, place)
-    tuning = _tuning(table, profiles)
+    tuning = _tuning(table, profiles, place)
     target = _share("compare_target", table["compare_target"]) if "compare_target" in table else None
     fixed = _fixed(table)
     if tuning is not None:
@@ -494,12 +498,21 @@ def _profiles(table: Mapping[str, Any], place: Path | None) -> list[cluster.Clus
     entries = entries if isinstance(entries, list) else [entries]
     if not entries:
         raise UserError("cluster is an empty list; name a profile, or leave it out")
-    common = {key: _typed(key, table[key], kind) for key, kind in CHANGES.items() if key in table}
-    profiles = [_profile(entry, common, place) for entry in entries]
+    profiles = [_profile(entry, _common(table), place) for entry in entries]
     for name, count in Counter(profile.name for profile in profiles).items():
         if count > 1:
             raise UserError(f'cluster: {name} is there {count} times; give each a name of its own, as in name = "slow"')
     return profiles
+
+
+def _common(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes to all profiles."""
+    return {key: _typed(key, table[key], kind) for key, kind in CHANGES.items() if key in table}
+
+
+def _file(name: str, place: Path | None) -> Path:
+    """Where a profile's file would be."""
+    return Path(name) if place is None else place / name
 
 
 def _profile(entry: object, common: Mapping[str, Any], place: Path | None) -> cluster.ClusterProfile:
@@ -513,8 +526,8 @@ def _profile(entry: object, common: Mapping[str, Any], place: Path | None) -> cl
             raise unknown("key of cluster", key, kinds)
     own = {key: _typed(f"cluster: {key}", value, kinds[key]) for key, value in entry.items()}
     name, profile = own.pop("name", None), own.pop("profile", "none")
-    beside = None if place is None else place / profile
-    loaded = cluster.load_profile(str(beside) if beside is not None and beside.is_file() else profile)
+    beside = _file(profile, place)
+    loaded = cluster.load_profile(str(beside) if beside.is_file() else profile)
     changed = cluster.changed(loaded, **{**common, **own})
     if name is None and own:
         name = " ".join([*([] if profile == "none" else [loaded.name]), *(f"{key}={own[key]}" for key in own)])
@@ -533,7 +546,7 @@ def _seeds(value: object) -> list[int]:
     return list(range(count))
 
 
-def _tuning(table: Mapping[str, Any], profiles: Sequence[cluster.ClusterProfile]) -> Tuning | None:
+def _tuning(table: Mapping[str, Any], profiles: Sequence[cluster.ClusterProfile], place: Path | None) -> Tuning | None:
     if "tune_lr" not in table:
         _refuse_tuning(table)
         return None
@@ -543,8 +556,11 @@ def _tuning(table: Mapping[str, Any], profiles: Sequence[cluster.ClusterProfile]
     if "tune_target" not in table and "target_accuracy" not in table:
         raise UserError("tune_lr needs a test accuracy to get to: give tune_target, as in tune_target = 0.9")
     key = "tune_target" if "tune_target" in table else "target_accuracy"
-    on = _tuned_on(_typed("tune_on", table["tune_on"], str), profiles) if "tune_on" in table else None
-    return Tuning(_rates(table["tune_lr"]), seed, _share(key, table[key]), on)
+    on = _tuned_on(table, profiles, place) if "tune_on" in table else None
+    seconds = _typed("tune_seconds", table["tune_seconds"], float) if "tune_seconds" in table else None
+    if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
+        raise UserError(f"tune_seconds = {seconds}: must be above 0")
+    return Tuning(_rates(table["tune_lr"]), seed, _share(key, table[key]), on, seconds)
 
 
 def _refuse_tuning(table: Mapping[str, Any]) -> None:
@@ -554,11 +570,19 @@ def _refuse_tuning(table: Mapping[str, Any]) -> None:
             raise UserError(f"{key} = {table[key]}: there is no tune_lr to go with it, as in tune_lr = [0.03, 0.1]")
 
 
-def _tuned_on(name: str, profiles: Sequence[cluster.ClusterProfile]) -> cluster.ClusterProfile:
-    """The cluster of a name, with or without the `, changed` that keys for all profiles put behind it."""
+def _tuned_on(
+    table: Mapping[str, Any], profiles: Sequence[cluster.ClusterProfile], place: Path | None
+) -> cluster.ClusterProfile:
+    """The cluster of a name, with or without the `, changed` that keys for all profiles put behind it.
+
+    It may also be a profile on which this part measures nothing.
+    """
+    name = _typed("tune_on", table["tune_on"], str)
     for profile in profiles:
         if profile.name in {name, f"{name}, changed"}:
             return profile
+    if name in cluster.shipped_profiles() or _file(name, place).is_file():
+        return _profile(name, _common(table), place)
     raise unknown("cluster in tune_on", name, [profile.name for profile in profiles])
 
 

@@ -314,6 +314,7 @@ TUNED = 'tune_target = 0.9\nstrategies = ["asp"]\n'
         ('strategies = ["asp"]\ntune_lr = [0.1]\ntune_target = 90', "tune_target = 90.0: must lie above 0"),
         (f'{TUNED}tune_lr = [0.1]\ntune_on = "slow"', "unknown cluster in tune_on 'slow'. Valid: custom."),
         (f"{TUNED}tune_lr = [0.1]\ntune_on = 1", "tune_on = 1: must be text"),
+        (f"{TUNED}tune_lr = [0.1]\ntune_seconds = 0", "tune_seconds = 0.0: must be above 0"),
         ('strategies = ["asp"]\ntune_on = "custom"', "tune_on = custom: there is no tune_lr"),
         ('strategies = ["asp"]\ncompare_target = 93', "compare_target = 93.0: must lie above 0 and at most at 1"),
         ('strategies = ["asp"]\ncompare_target = "93%"', 'compare_target = "93%": must be a number'),
@@ -548,6 +549,32 @@ def test_each_part_says_itself_whether_and_how_it_is_tuned(tmp_path: Path) -> No
         ((0.5,), 0.8, 7),
     ]
     assert [one.config.lr for one in runs[:2]] == [0.2, 0.3]
+
+
+def test_parts_of_other_budgets_and_clusters_share_their_tuning(tmp_path: Path) -> None:
+    text = """
+        strategies = ["asp"]
+        wire_scale = 9
+        tune_lr = [0.1, 0.3]
+        tune_target = 0.9
+        tune_on = "8xgpu-10g"
+        tune_seconds = 5
+        [[part]]
+        seconds = 20
+        cluster = { name = "fast", profile = "8xgpu-10g" }
+        [[part]]
+        steps = 40
+        cluster = "8xgpu-1g"
+    """
+    found = asked(tmp_path, text)
+    (choice,) = found.choices()
+    assert [cell.config.lr for cell in choice.cells] == [0.1, 0.3]
+    for config in (cell.config for cell in choice.cells):
+        assert (config.seconds, config.steps, config.epochs) == (5, None, None)
+        assert (config.cluster.name, config.cluster.wire_scale) == ("8xgpu-10g, changed", 9)
+        assert config.cluster.link.bytes_per_s == 1.25e9
+    measured = [cell.config for cell in found.cells({choice.group: 0.3})]
+    assert [(config.lr, config.seconds, config.steps) for config in measured] == [(0.3, 20, None), (0.3, None, 40)]
 
 
 def test_a_tuning_run_that_two_choices_share_is_made_once(tmp_path: Path) -> None:
