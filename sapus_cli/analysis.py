@@ -760,6 +760,26 @@ def _cells_of(folder: Path) -> dict[str, Asked]:
         return {}  # the runs say all that is needed
 
 
+def suite_view(groups: Sequence[Group]) -> dict[str, str]:
+    """How the one suite that all runs are of wants them compared: its `baseline` and `pivot`, as far as it says any.
+
+    A baseline of which not all groups are among these is left out.
+    """
+    runs = [run for group in groups for run in group.runs]
+    folders = {run.folder.resolve().parent for run in runs}
+    asked = asked_by_suites(runs)
+    if len(folders) != 1 or not all(run in asked for run in runs):
+        return {}
+    view = json.loads((folders.pop() / "suite.json").read_bytes()).get("compare") or {}
+    found = {key: value for key, value in view.items() if isinstance(value, str)}
+    if "baseline" in found:
+        try:
+            named_baselines(groups, found["baseline"])
+        except UserError:
+            del found["baseline"]
+    return found
+
+
 def suite_target(groups: Sequence[Group]) -> Target | None:
     """The target that the suite says, if it says the same one of every run."""
     runs = [run for group in groups for run in group.runs]

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib import resources
@@ -70,10 +70,13 @@ CHANGES: dict[str, type] = {"step_time": str, "link": str, "slow": str, "pause":
 OPTIONS: dict[str, type] = {"lr": float, "optimizer": str, "momentum": float, "weight_decay": float, "wire": str}
 """Options of the run that an entry of `strategies` may set for itself."""
 
-TUNE = ("tune_lr", "tune_seed", "tune_target", "tune_on", "tune_seconds")
-OWN = ("strategies", "seeds", "cluster", "clock", *TUNE, "compare_target", "part")
+COMPARE = ("compare_baseline", "compare_pivot")
+"""How the runs of a suite are compared if nobody asks for anything else."""
 
-TOP = ("clock", "tune_seed", "part")
+TUNE = ("tune_lr", "tune_seed", "tune_target", "tune_on", "tune_seconds")
+OWN = ("strategies", "seeds", "cluster", "clock", *TUNE, "compare_target", *COMPARE, "part")
+
+TOP = ("clock", "tune_seed", "part", *COMPARE)
 """Keys that a part cannot have."""
 
 _ONE_OF = (frozenset({"lr", "tune_lr"}), frozenset({"epochs", "steps", "seconds"}))
@@ -167,6 +170,7 @@ class Suite:
         clock: which clock it runs on.
         asked: the runs, all seeds of a group far apart: what was interrupted can be compared.
         n_parts: how many parts the file has, 0 if it has none.
+        compare: what `compare` takes for its options `baseline` and `pivot` without them.
     """
 
     name: str
@@ -175,6 +179,7 @@ class Suite:
     clock: Clock
     asked: tuple[Asked, ...]
     n_parts: int = 0
+    compare: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def told(self) -> tuple[str, ...]:
@@ -357,6 +362,7 @@ def _suite(
         clock="virtual" if virtual else "real",
         asked=runs,
         n_parts=n_parts,
+        compare={key.removeprefix("compare_"): _typed(key, table[key], str) for key in COMPARE if key in table},
     )
 
 

@@ -303,6 +303,20 @@ def test_data_sets_that_differ_inside_are_told_apart(tmp_path: Path) -> None:
     assert [column.title for column in columns] == ["digits data=abababab", "digits data=cdcdcdcd"]
 
 
+def test_a_suite_says_how_its_runs_are_compared(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = suite / "suite.json"
+    page.write_text(json.dumps(json.loads(page.read_text()) | {"compare": {"baseline": "ssp", "pivot": "cluster"}}))
+    asked = ("--baseline", "ssp", "--pivot", "cluster")
+    assert out(capsys, str(suite)) == out(capsys, str(suite), *asked)
+    other = out(capsys, str(suite), "--baseline", "bsp", "--pivot", "none")
+    assert other.count("baseline: bsp") == 1
+    assert "ssp lr=6 cluster=wan" in other
+    # What does not apply to the runs that are chosen is not an error: nobody has asked for it.
+    one = out(capsys, str(suite / "bsp_lan"), str(suite / "asp_lan"))
+    assert "strategy" in one
+    assert "baseline: bsp" in one
+
+
 def test_a_pivot_over_data_sets_compares_within_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, digest, strategies in (("digits", "ab", "bsp asp"), ("mnist5k", "ef", "bsp asp ssp")):
         cells = []

@@ -230,6 +230,12 @@ def test_the_target_of_compare_is_that_of_the_part(tmp_path: Path) -> None:
     assert [cell.target for cell in asked(tmp_path, text).cells()] == [0.93, 1.0]
 
 
+def test_how_its_runs_are_compared(tmp_path: Path) -> None:
+    text = f'{BASE}strategies = ["asp"]\ncompare_baseline = "ssp,dssp"\n'
+    assert asked(tmp_path, text).compare == {"baseline": "ssp,dssp"}
+    assert asked(tmp_path, f'{text}compare_pivot = "cluster"').compare == {"baseline": "ssp,dssp", "pivot": "cluster"}
+
+
 def test_only_what_matches_by_one_of_its_learning_rates(tmp_path: Path) -> None:
     text = 'seeds = 2\ntune_lr = [0.03, 0.1]\ntune_target = 0.9\nstrategies = ["bsp", { name = "asp", lr = 0.3 }]'
     found = asked(tmp_path, BASE + text)
@@ -317,6 +323,11 @@ TUNED = 'tune_target = 0.9\nstrategies = ["asp"]\n'
         (f"{TUNED}tune_lr = [0.1]\ntune_seconds = 0", "tune_seconds = 0.0: must be above 0"),
         ('strategies = ["asp"]\ntune_on = "custom"', "tune_on = custom: there is no tune_lr"),
         ('strategies = ["asp"]\ncompare_target = 93', "compare_target = 93.0: must lie above 0 and at most at 1"),
+        ('strategies = ["asp"]\ncompare_pivot = 1', "compare_pivot = 1: must be text"),
+        (
+            'strategies = ["asp"]\n[[part]]\ncompare_baseline = "bsp"',
+            "compare_baseline is the same for all parts",
+        ),
         ('strategies = ["asp"]\ncompare_target = "93%"', 'compare_target = "93%": must be a number'),
         ('strategies = [{ name = "asp", lr = "x" }]', 'strategies: lr = "x": must be a number'),
         ('strategies = [{ name = "asp", wire = ["int8"] }]', "unknown wire 'int8'"),

@@ -77,7 +77,8 @@ def command(
         typer.Option(
             "--pivot",
             metavar="KEY",
-            help="A table a metric, a column a value of KEY: cluster, workers, wire, partition, dataset, ...",
+            help="A table a metric, a column a value of KEY: cluster, workers, wire, partition, dataset, ... or none.",
+            show_default="the suite's",
         ),
     ] = None,
     form: Annotated[
@@ -89,13 +90,21 @@ def command(
 ) -> int:
     """Compare runs: time to a target accuracy, speed-up, server load; with confidence intervals over seeds."""
     from sapus_cli import analysis  # noqa: PLC0415 - heavy imports wait until they are needed
-    from sapus_cli.pivot import arrange, split  # noqa: PLC0415
+    from sapus_cli.pivot import arrange, conditions, split  # noqa: PLC0415
 
-    names = _metrics(metrics, form, DEFAULT_METRICS if pivot is None else PIVOT_METRICS)
     if sort not in analysis.METRICS:
         raise unknown("metric in --sort", sort, analysis.METRICS)
     wanted = None if target is None else accuracy(target)
+    _metrics(metrics, form, ())  # a wrong name is told before anything is read
     found = analysis.load_runs(_paths(runs or []))
+    groups = analysis.group_runs(found)
+    view = analysis.suite_view(groups)
+    baseline = baseline or view.get("baseline")
+    if pivot is None and view.get("pivot") in conditions(groups):
+        pivot = view["pivot"]
+    elif pivot == "none":
+        pivot = None
+    names = _metrics(metrics, form, DEFAULT_METRICS if pivot is None else PIVOT_METRICS)
     request: dict[str, Any] = {"target": wanted, "baseline": baseline, "metrics": names, "sort": sort, "force": force}
     if pivot is None:
         _PRINTERS[form](analysis.compare(found, **request), None)

@@ -111,15 +111,17 @@ def command(
     if show:
         _check_terminal()
     place = _place(kind, output, form)
+    from sapus_cli.analysis import suite_view  # noqa: PLC0415 - heavy imports wait until they are needed
+
+    groups = groups_of(runs or [])
     request = Request(
         x=x.value,
         target=None if target is None else accuracy(target),
-        baseline=baseline or "bsp",
+        baseline=baseline or suite_view(groups).get("baseline", "bsp"),
         theme=theme.value,
         width_mm=None if width is None else _millimetres(width),
         window=None if window is None else _window(window),
     )
-    groups = groups_of(runs or [])
     for name, path in place.items():
         try:
             figure = _drawn(name, groups, request, path)

@@ -28,6 +28,7 @@ def command(
 
     wanted = None if target is None else accuracy(target)
     groups = groups_of(runs or [])
+    baseline = baseline or analysis.suite_view(groups).get("baseline")
     runs_of = [run for group in groups for run in (*group.runs, *group.repeats)]
     result = analysis.compare(runs_of, target=wanted, baseline=baseline, metrics=METRICS, alone=True)
     drawn, left_out = report.draw_all(groups, Request(target=wanted, baseline=baseline or "bsp"))

@@ -34,7 +34,7 @@ Baseline = Annotated[
         metavar="NAME",
         help="What speed-ups and reductions are to: a strategy, a label of the table, or several of them with commas "
         "between, which means the fastest in each setting.",
-        show_default="bsp",
+        show_default="the suite's, else bsp",
     ),
 ]
 

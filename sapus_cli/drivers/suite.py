@@ -359,6 +359,7 @@ class SuiteRun:
             "started_at": self._started_at,
             "written_at": utc(),
             "n_cells": len(asked.asked),
+            "compare": asked.compare,
             "tuning": tuning,
             "cells": self._cells,
         }
