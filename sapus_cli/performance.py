@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
 STEP_WEIGHT = 0.1
 """Weight of a new step time: half-life ln 2 / -ln(1 - 0.1) = 6.6 pushes."""
@@ -63,9 +63,8 @@ class WorkerTimes:
     """What is known of one worker: seconds a step, and seconds an exchange that does not queue.
 
     An exchange takes from the push sent to the reply received, less the time that the server withheld the reply. A
-    bound that counted the time in queues would grow with the queue that it is there to prevent, so the lower quartile
-    of the latest 16 exchanges stands for all: single slow ones do not move it, and it follows a lasting change after
-    at most 12.
+    bound that counted the time in queues would grow with the queue that it is there to prevent, so the shortest of
+    the latest 16 exchanges stands for all: it follows a lasting change after at most 16.
     """
 
     step_s: Average = field(default_factory=lambda: Average(STEP_WEIGHT))
@@ -75,7 +74,7 @@ class WorkerTimes:
     @property
     def exchange_s(self) -> float | None:
         """Seconds of an exchange; None before the first."""
-        return _lower_quartile(self._exchanges) if self._exchanges else None
+        return min(self._exchanges) if self._exchanges else None
 
     def add(self, step_s: float, exchange_s: float) -> None:
         """Take note of a push: its mean step time, and how long the exchange before it took, if there was one."""
@@ -143,17 +142,50 @@ class LowerBound(NamedTuple):
     resource: Resource
 
 
+def fair_cycle(least: Sequence[float], workers: int, hold_s: float) -> float:
+    """How long the cycle of a worker must be that takes no more than its share of a resource, in seconds.
+
+    Max-min fair shares (Bertsekas and Gallager, Data Networks, 1992): who cannot use an equal share takes less, and
+    the others divide what is left among them. C is the solution of
+
+        sum over the workers of 1 / max(C, least_j) = 1 / hold_s
+
+    Args:
+        least: a cycle for each worker than which it is capable of none shorter (its step), in seconds, >= 0; of fewer
+            workers than there are if not all are known: the others are taken to be capable of any.
+        workers: how many there are, >= 1.
+        hold_s: for how long an exchange holds the resource, >= 0.
+    """
+    if hold_s <= 0:
+        return 0.0
+    room, sharing = 1 / hold_s, workers
+    for cycle in sorted(least, reverse=True):
+        if sharing == 1 or cycle * room <= sharing:
+            break
+        room -= 1 / cycle
+        sharing -= 1
+    return sharing / room
+
+
 def resource_bound(
-    *, workers: int, step_s: float, exchange_s: float, load: Load, rho: float, overlap: bool
+    *,
+    workers: int,
+    step_s: float,
+    exchange_s: float,
+    load: Load,
+    rho: float,
+    overlap: bool,
+    least: Sequence[float] = (),
 ) -> LowerBound:
     """The shortest interval at which the server keeps up with all workers.
 
-    A worker that waits for its reply starts a cycle every k t_s + t_x seconds; one that overlaps, every k t_s. N
-    workers bring N exchanges a cycle. Each occupies the link for b/B seconds in each direction and the processor for
-    s_cpu/cores; neither may be busy for more than the share rho of the time:
+    A worker that waits for its reply starts a cycle every k t_s + t_x seconds; one that overlaps, every k t_s. An
+    exchange occupies the link for b/B seconds in each direction and the processor for s_cpu/cores; neither may be
+    busy for more than the share rho of the time, and each worker has its fair share of that (`fair_cycle`). Of workers
+    that are alike:
 
         waiting:      k t_s + t_x >= N s / rho - t_s / 4            for s = b/B (network) and s = s_cpu/cores (cpu)
-        overlapping:  k t_s >= N s / rho, and k t_s >= 1.5 t_x (guard)
+        overlapping:  k t_s >= N s / rho - t_s / 4, and k t_s >= 1.5 t_x (guard)
 
     The quarter step is for rounding: a bound that is missed by less than that is met. Of pushes in flight,
     N t_x / cycle on average, at most L = floor(memory / bytes of a push, received and answered) may be held:
@@ -167,13 +199,15 @@ def resource_bound(
         load: what an exchange costs.
         rho: share of time that a resource may be busy, in (0, 1].
         overlap: whether the worker steps on while an exchange is in flight.
+        least: what each worker's cycle takes at least, in seconds, as for `fair_cycle`.
     """
-    spare = 0.0 if overlap else exchange_s + step_s / 4
+    waiting = 0.0 if overlap else exchange_s
+    spare = waiting + step_s / 4
     in_flight = max(1, math.floor(load.memory_bytes / (2 * load.n_bytes))) if math.isfinite(load.memory_bytes) else None
     seconds: dict[Resource, float] = {
-        "cpu": workers * load.cpu_s / load.cores / rho - spare,
-        "network": workers * load.n_bytes / load.link_bytes_per_s / rho - spare,
-        "memory": workers * exchange_s / in_flight - (0.0 if overlap else exchange_s) if in_flight else 0.0,
+        "cpu": fair_cycle(least, workers, load.cpu_s / load.cores / rho) - spare,
+        "network": fair_cycle(least, workers, load.n_bytes / load.link_bytes_per_s / rho) - spare,
+        "memory": workers * exchange_s / in_flight - waiting if in_flight else 0.0,
         "guard": GUARD * exchange_s if overlap else 0.0,
     }
     resource = max(seconds, key=lambda name: seconds[name])

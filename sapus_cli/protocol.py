@@ -182,6 +182,8 @@ class WorkerCore:
             loss=loss,
             last=last,
             n_params=self._n_params,
+            exchange_s=self._exchange_s,
+            step_s=step_s,
         )
         decision = self._strategy.after_step(self._state, step)
         if decision is None:
@@ -216,6 +218,8 @@ class WorkerCore:
                 self._cut_off.zero_()
             self._state = self._strategy.init_worker(self.pulled, self.worker)
             self._interval = _Interval()
+            if message.hint:
+                self._strategy.after_reply(self._state, self.local, self.pulled, message.hint)
         else:
             self._exchange_s = max(0.0, now - self._sent_at - message.held_s)
             self._take_over(message)

@@ -49,6 +49,9 @@ class Step(NamedTuple):
             accumulated update goes out with the reason "last".
         n_params: how many elements, the first ones, are trainable parameters; the others are buffers (the statistics
             of BatchNorm). None: all.
+        exchange_s: seconds that this worker's last exchange took, push sent to reply noticed at the end of a step, less
+            the time that the server withheld the reply; 0 before the first.
+        step_s: seconds that this step took.
     """
 
     t: int
@@ -58,6 +61,8 @@ class Step(NamedTuple):
     loss: float
     last: bool
     n_params: int | None = None
+    exchange_s: float = 0.0
+    step_s: float = 0.0
 
 
 class Push(NamedTuple):
@@ -133,12 +138,16 @@ class Setting(NamedTuple):
     Attributes:
         link_bytes_per_s: rate of the server's link in each direction; None if nobody has said, so that it has to be
             measured.
+        link_latency_s: seconds for which a message is under way beside that, in each direction.
+        element_bytes: bytes that an element of a vector takes on the link.
         server_cores: cores that can apply pushes at the same time; the server has one thread.
         memory_bytes: what the server may hold of pushes in flight.
         momentum: that of the local optimizer (0.9 for AdamW's first moment).
     """
 
     link_bytes_per_s: float | None = None
+    link_latency_s: float = 0.0
+    element_bytes: float = 4.0
     server_cores: float = 1.0
     memory_bytes: float = math.inf
     momentum: float = 0.0
@@ -179,7 +188,7 @@ class Strategy(Protocol[WorkerState, State]):
         """Decide after every local step whether to push now. Not called while an exchange is in flight."""
 
     def after_reply(self, w: WorkerState, local: Vec, pulled: Vec, hint: Mapping[str, float]) -> None:
-        """Take over what the server sent in reply to a push.
+        """Take over what the server sent in reply to a push, or the hint that came with the first state, if one did.
 
         `local` is to be changed in place; by default it becomes `pulled`.
 

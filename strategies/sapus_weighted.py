@@ -65,6 +65,7 @@ class SapusWeighted(Strategy[Watch, Window]):
         overlap: as for sapus. Default true: ours.
         sample: as for sapus, at least 64. Default 16384: ours.
         lr_curvature: as for sapus, at least 0. Default 0: not known.
+        without: as for sapus. Default "nothing": ours.
         weighting: "window" is the rule above; "loss-share" the plain share w_i = (1/N) r_i / mean r, r = loss^-power,
             kept as an ablation: on label-sorted shards one worker can take all the weight. Default "window": ours.
         power: exponent of the loss in "loss-share", at least 0. Default 1: ours.
@@ -77,6 +78,7 @@ class SapusWeighted(Strategy[Watch, Window]):
     overlap: bool = True
     sample: int = 16_384
     lr_curvature: float = 0.0
+    without: sapus.Part = "nothing"
     weighting: Literal["window", "loss-share"] = "window"
     power: float = 1.0
 
@@ -100,7 +102,7 @@ class SapusWeighted(Strategy[Watch, Window]):
 
     def init_server(self, x0: Vec, n_workers: int) -> Window:
         """Open an empty window."""
-        return Window(x0, weight=1 / n_workers, past=deque(maxlen=PAST * n_workers))
+        return Window(x0, weight=1 / n_workers, n_workers=n_workers, past=deque(maxlen=PAST * n_workers))
 
     def on_push(self, s: Window, msg: Received) -> Sequence[Reply]:
         """Enter the push into the window, weigh it by the window, apply it, and answer as sapus does."""
@@ -109,6 +111,10 @@ class SapusWeighted(Strategy[Watch, Window]):
         s.x.add_(msg.vector, alpha=weight)
         s.seen[msg.worker].at_pull = dict(s.losses)
         return sapus.answer(s, msg, self, {"weight": weight, "own_loss": msg.loss, **info})
+
+    def on_join(self, s: Window, worker: int) -> Sequence[Reply]:
+        """As sapus."""
+        return sapus.welcome(s, worker, self)
 
     def on_leave(self, s: Window, worker: int) -> Sequence[Reply]:
         """Take a worker out of all sums."""

@@ -116,7 +116,10 @@ class Cluster:
         w.loss_sum += loss
         w.local.add_(self.move(rank, w.local.clone(), w.t))
         before = w.local.clone()
-        push = self.strategy.after_step(w.state, Step(w.t, w.k, w.local, w.pulled, loss, last))
+        taken = Step(
+            w.t, w.k, w.local, w.pulled, loss, last, exchange_s=w.exchange_s, step_s=self.step_s.get(rank, 1.0)
+        )
+        push = self.strategy.after_step(w.state, taken)
         torch.testing.assert_close(w.local, before, atol=0, rtol=0, equal_nan=True, msg="after_step changed the state")
         if push is None and last:
             push = Push(info={"reason": "last"})
@@ -173,6 +176,8 @@ class Cluster:
             if pushed is None:
                 w.local.copy_(w.pulled)
                 w.state = self.strategy.init_worker(w.pulled, reply.to)
+                if reply.hint:
+                    self.strategy.after_reply(w.state, w.local, w.pulled, reply.hint)
                 continue
             pushed.reply = reply
             w.exchange_s = self.exchange_s

@@ -20,6 +20,7 @@ from sapus_cli.performance import (
     ServerLoad,
     WorkerTimes,
     curvature_upper,
+    fair_cycle,
     marginal_due,
     marginal_elasticity,
     momentum_bound,
@@ -142,7 +143,7 @@ def test_times_of_a_worker() -> None:
     # 2 + 0.1 (3 - 2) = 2.1
     times.add(3.0, 8.0)
     assert known(times) == (2.1, 8.0)
-    # Lower quartile of [4, 8]: index 2 // 4 = 0.
+    # The shorter of the two.
     times.add(2.1, 4.0)
     assert known(times)[1] == 4.0
 
@@ -155,17 +156,16 @@ def exchanges(*seconds: float) -> float | None:
     return times.exchange_s
 
 
-def test_an_exchange_takes_the_lower_quartile_of_the_latest_sixteen() -> None:
-    # 0.5 is the seventeenth last. Of 1 ... 16, index 16 // 4 = 4 is 5.
-    assert exchanges(0.5, *range(1, 17)) == 5.0
-    # Six of sixteen did not queue, and index 4 is among them.
-    assert exchanges(*[2.0 if i % 3 == 0 else 50.0 for i in range(16)]) == 2.0
+def test_an_exchange_takes_the_shortest_of_the_latest_sixteen() -> None:
+    # 0.5 is the seventeenth last.
+    assert exchanges(0.5, *range(1, 17)) == 1.0
+    assert exchanges(*[50.0] * 10, 2.0, *[50.0] * 5) == 2.0
 
 
 def test_a_lasting_change_of_the_exchange_is_followed() -> None:
-    # Longer: as soon as 4 old ones are left of 16. Shorter: with the fifth.
-    assert [exchanges(*[1.0] * 16, *[9.0] * n) for n in (11, 12)] == [1.0, 9.0]
-    assert [exchanges(*[9.0] * 16, *[1.0] * n) for n in (4, 5)] == [9.0, 1.0]
+    # Longer: when no old one is left of 16. Shorter: at once.
+    assert [exchanges(*[1.0] * 16, *[9.0] * n) for n in (15, 16)] == [1.0, 9.0]
+    assert exchanges(*[9.0] * 16, 1.0) == 1.0
 
 
 def test_cpu_seconds_that_were_not_read_anew_are_shared_by_the_pushes_since() -> None:
@@ -203,6 +203,57 @@ def test_the_rate_of_the_link_comes_from_the_exchanges_that_hardly_queued() -> N
     assert link_rate(load) == 1000.0
 
 
+# Fair shares
+
+
+@pytest.mark.parametrize("least", [(), (0.1,), (0.1,) * 8, (0.8,) * 8])
+def test_of_workers_that_are_alike_each_gets_the_same_share(least: tuple[float, ...]) -> None:
+    # Eight exchanges of 0.1 s: 0.8 s, of which all are capable; of whom nothing is known, too.
+    assert fair_cycle(least, 8, 0.1) == pytest.approx(0.8)
+
+
+def test_what_slow_workers_leave_goes_to_the_others() -> None:
+    # Ten exchanges a second. Two workers can make one a second at most, so two others have 4 a second each.
+    assert fair_cycle((1.0, 0.05, 1.0, 0.05), 4, 0.1) == pytest.approx(0.25)
+    # The others are not known yet.
+    assert fair_cycle((1.0, 1.0), 4, 0.1) == pytest.approx(0.25)
+    # One a second and 4 a second; the fastest, of 100, gets the 5 that are left.
+    assert fair_cycle((0.01, 1.0, 0.25), 3, 0.1) == pytest.approx(0.2)
+    # 0.5 s is less than the equal share allows: 4 / 10 = 0.4 s; then 3 divide 8 among them.
+    assert fair_cycle((0.5, 0.1, 0.1, 0.1), 4, 0.1) == pytest.approx(3 / 8)
+    assert fair_cycle((0.4, 0.1, 0.1, 0.1), 4, 0.1) == pytest.approx(0.4)
+
+
+def test_one_worker_has_all_of_it_and_what_costs_nothing_is_not_shared() -> None:
+    assert fair_cycle((7.0,), 1, 0.1) == 0.1
+    assert fair_cycle((0.5, 0.5), 2, 0.0) == 0.0
+
+
+LEAST = st.lists(st.floats(1e-3, 1e2), min_size=1, max_size=10)
+
+
+@settings(deadline=None)
+@given(least=LEAST, unknown=st.integers(0, 3), hold_s=st.floats(1e-3, 10))
+def test_fair_shares_use_up_the_resource_and_no_more(least: list[float], unknown: int, hold_s: float) -> None:
+    cycle = fair_cycle(least, len(least) + unknown, hold_s)
+    used = unknown / cycle + sum(1 / max(cycle, one) for one in least)
+    if unknown or cycle >= min(least):
+        assert used == pytest.approx(1 / hold_s)
+    else:
+        # Even the fastest cannot use what is left for it.
+        assert used < 1 / hold_s
+
+
+@settings(deadline=None)
+@given(least=LEAST, slower=st.floats(1, 100), hold_s=st.floats(1e-3, 10))
+def test_a_slower_worker_leaves_more_and_one_more_leaves_less(least: list[float], slower: float, hold_s: float) -> None:
+    n = len(least)
+    cycle = fair_cycle(least, n, hold_s)
+    assert fair_cycle([least[0] * slower, *least[1:]], n, hold_s) <= cycle * (1 + 1e-9)
+    assert fair_cycle([*least, 0.5], n + 1, hold_s) >= cycle * (1 - 1e-9)
+    assert fair_cycle(least, n, 2 * hold_s) >= cycle * (1 - 1e-9)
+
+
 # Resource-aware lower bound: eight workers, 0.1 s a step
 
 
@@ -210,9 +261,9 @@ def test_the_processor_binds() -> None:
     # Waiting: 8 * 0.18 / 2 / 0.9 = 0.8 s a cycle; less t_x 0.2 and a quarter step 0.025: 0.575 s = 5.75 steps -> 6.
     load = FREE_LOAD._replace(cpu_s=0.18, cores=2.0)
     assert bound(load, exchange_s=0.2) == (6, "cpu")
-    # Overlapping: 0.8 s = 8 steps. (The guard asks for 1.5 * 0.2 = 0.3 s.)
+    # Overlapping: 0.8 s less 0.025 s: 7.75 -> 8 steps. (The guard asks for 1.5 * 0.2 = 0.3 s.)
     assert bound(load, exchange_s=0.2, overlap=True) == (8, "cpu")
-    # One core: 1.6 s a cycle: 1.375 s = 13.75 -> 14, and 16.
+    # One core: 1.6 s a cycle: 1.375 s = 13.75 -> 14, and 1.575 s -> 16.
     load = load._replace(cores=1.0)
     assert bound(load, exchange_s=0.2) == (14, "cpu")
     assert bound(load, exchange_s=0.2, overlap=True) == (16, "cpu")
@@ -253,11 +304,25 @@ def test_no_resource_binds_when_one_step_is_enough() -> None:
     assert bound(FREE_LOAD._replace(cpu_s=0.01), overlap=True) == (1, "none")
 
 
-def test_less_than_a_quarter_step_is_let_go_only_while_waiting() -> None:
-    # 8 * 0.036 / 0.9 = 0.32 s = 3.2 steps: 4, or 3 with the quarter step; 3.3 steps (s = 0.037125) are 4 in any case.
-    assert bound(FREE_LOAD._replace(cpu_s=0.036)).steps == 3
-    assert bound(FREE_LOAD._replace(cpu_s=0.036), overlap=True).steps == 4
-    assert bound(FREE_LOAD._replace(cpu_s=0.037125)).steps == 4
+@pytest.mark.parametrize("overlap", [False, True])
+def test_less_than_a_quarter_step_is_let_go(*, overlap: bool) -> None:
+    # 8 * 0.036 / 0.9 = 0.32 s = 3.2 steps: 3 with the quarter step; 3.3 steps (s = 0.037125) are 4.
+    assert bound(FREE_LOAD._replace(cpu_s=0.036), overlap=overlap).steps == 3
+    assert bound(FREE_LOAD._replace(cpu_s=0.037125), overlap=overlap).steps == 4
+
+
+def test_slow_workers_let_the_others_push_more_often() -> None:
+    # s / rho = 0.09 / 0.9 = 0.1 s, N = 4. Two others take a second a step: 0.25 s, less 0.025: 2.25 -> 3 steps in the
+    # place of 0.4 - 0.025 = 3.75 -> 4.
+    load = FREE_LOAD._replace(cpu_s=0.09)
+
+    def steps(*least: float) -> int:
+        return resource_bound(
+            workers=4, step_s=0.1, exchange_s=0.0, load=load, rho=0.9, overlap=True, least=least
+        ).steps
+
+    assert steps(0.1, 0.1, 0.1, 0.1) == steps() == 4
+    assert steps(0.1, 1.0, 0.1, 1.0) == 3
 
 
 @pytest.mark.parametrize(("rho", "steps"), [(1.0, 8), (0.5, 16), (0.1, 80)])
@@ -267,9 +332,9 @@ def test_a_resource_is_busy_for_the_share_rho(rho: float, steps: int) -> None:
 
 
 def test_fewer_workers_may_push_more_often() -> None:
-    # 2 * 0.1 / 0.9 = 0.222 s -> 3 steps; 1: 0.111 s -> 2.
+    # 4 * 0.1 / 0.9 = 0.444 s, less 0.025: 4.19 -> 5 steps; 2: 0.222 s -> 2; 1: 0.111 s -> 1.
     load = FREE_LOAD._replace(cpu_s=0.1)
-    assert [bound(load, workers=n, overlap=True).steps for n in (2, 1)] == [3, 2]
+    assert [bound(load, workers=n, overlap=True).steps for n in (4, 2, 1)] == [5, 2, 1]
 
 
 def test_no_bound_is_longer_than_the_most_steps() -> None:

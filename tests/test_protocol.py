@@ -62,6 +62,71 @@ def test_bsp_two_rounds() -> None:
     ] * 2
 
 
+@dataclass
+class Heard:
+    """Worker state: the hints that came, with the local state at that moment, and what steps and exchanges took."""
+
+    hints: list[tuple[dict[str, float], float]]
+    steps: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Greeting(Strategy[Heard, ServerState]):
+    """Pushes every step; the first state comes with a hint, if there is one to give."""
+
+    hint: float | None
+
+    def init_worker(self, x0: Vec, worker: int) -> Heard:
+        return Heard([], [])
+
+    def after_step(self, w: Heard, step: Step) -> Push:
+        w.steps.append((step.step_s, step.exchange_s))
+        return Push()
+
+    def after_reply(self, w: Heard, local: Vec, pulled: Vec, hint: Mapping[str, float]) -> None:
+        w.hints.append((dict(hint), local.item()))
+        local.copy_(pulled)
+
+    def init_server(self, x0: Vec, n_workers: int) -> ServerState:
+        return ServerState(x0)
+
+    def on_push(self, s: ServerState, msg: Received) -> Sequence[Reply]:
+        return (Reply(msg.worker),)
+
+    def on_join(self, s: ServerState, worker: int) -> Sequence[Reply]:
+        return (Reply(worker, hint={} if self.hint is None else {"first": self.hint}),)
+
+
+@pytest.mark.parametrize(("hint", "first"), [(7.5, [({"first": 7.5}, 3.0)]), (None, [])])
+def test_a_hint_on_the_first_state_reaches_the_worker(
+    hint: float | None, first: list[tuple[dict[str, float], float]]
+) -> None:
+    strategy = Greeting(hint)
+    server = ServerCore(strategy, torch.full((1,), 3.0), 1)
+    for _ in range(2):  # the second time as after a death
+        worker = WorkerCore(strategy, torch.zeros(1), 0)
+        worker.begin(server.progress(0).steps, server.progress(0).seq)
+        worker.pull("f")
+        (joined,) = server.join(0, 0.0)
+        assert isinstance(joined.message, State)
+        assert joined.vector is not None
+        worker.incoming.copy_(joined.vector)
+        worker.on_state(joined.message, 0.0)
+        heard = worker._state
+        assert isinstance(heard, Heard)
+        assert heard.hints == first
+        # A step of 2 s; the exchange takes from 10 s to 14 s.
+        sent = worker.after_step(1.0, 32, 2.0, 10.0, last=False)
+        assert sent is not None
+        (replied,) = server.push(0, sent, worker.outgoing, 12.0, 8)
+        assert isinstance(replied.message, State)
+        worker.on_state(replied.message, 14.0)
+        assert heard.hints == [*first, ({}, 3.0)]
+        worker.after_step(1.0, 32, 0.5, 15.0, last=False)
+        assert heard.steps == [(2.0, 0.0), (0.5, 4.0)]
+        server.leave(0, 20.0)
+
+
 def test_local_sgd_two_rounds_of_two_steps() -> None:
     # round 1: 0 -> 1 -> 1.5 and 0 -> 2 -> 3, mean 2.25; round 2: 2.25 -> 2.0625 and 2.25 -> 3.5625, mean 2.8125
     assert two_workers(LocalSgd(h=2), 4).run().x.item() == 2.8125

@@ -15,7 +15,7 @@ import torch
 
 from sapus_cli import registry, traces
 from sapus_cli.checkpoint import Checkpoints
-from sapus_cli.cluster import StepTimes
+from sapus_cli.cluster import ELEMENT_BYTES, StepTimes
 from sapus_cli.drivers import evaluator, process, server
 from sapus_cli.drivers.client import Client
 from sapus_cli.drivers.control import Begin, Bound, Failed, Happened, Prepared, Restart, Unusable, hear, tell
@@ -192,6 +192,8 @@ def setting(config: RunConfig) -> Setting:
     """What a strategy may know of where this server runs."""
     return Setting(
         link_bytes_per_s=config.cluster.link.bytes_per_s,
+        link_latency_s=config.cluster.link.latency_s,
+        element_bytes=ELEMENT_BYTES[config.wire] * config.cluster.wire_scale,
         memory_bytes=psutil.virtual_memory().available / 4,
         momentum=config.momentum if config.optimizer == "sgd" else ADAMW_MOMENTUM,
     )
