@@ -32,6 +32,9 @@ _CANNOT_MATTER = frozenset({"strategy", "params", "seed", "data_dir", "download"
 OPTIONS = ("optimizer", "wire", "weight_decay", "momentum", "lr")
 """Conditions that a strategy may have its own of, the one that matters most first."""
 
+REFERENCE = "reference"
+"""The folder of the runs that come with the repository."""
+
 MOST_NAMED = 12
 """Of so many groups that missed the target each has a note of its own."""
 
@@ -151,13 +154,15 @@ class Run:
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The run folders among `paths` and up to `DEPTH` folders below them, each once, in the order of their names.
 
-    A path that does not exist may be a pattern with `*`, `?` or `[...]`.
+    A path that does not exist may be a pattern with `*`, `?` or `[...]`. Files beside given folders do not matter, and a
+    folder `reference`, as the repository has one, counts only if none beside it is given: a shell's `results/*` means
+    one's own runs.
 
     Raises:
         UserError: there is none behind one of the paths.
     """
     found: dict[Path, Path] = {}
-    for path in paths:
+    for path in _own(paths):
         places = [path]
         if not path.exists() and re.search(r"[*?\[]", str(path)):
             try:
@@ -166,6 +171,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
                 raise UserError(f"{path}: is no pattern: {error}") from error
             # What a folder keeps out of sight is not meant by "*", as in a shell.
             places = sorted(match for match in matches if path.name.startswith(".") or not match.name.startswith("."))
+            places = _own(places)
             if not places:
                 raise UserError(f"{path}: no path matches this pattern; give run folders, or folders of runs")
         if not all(place.exists() for place in places):
@@ -178,12 +184,20 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return list(found.values())
 
 
+def _own(paths: Sequence[Path]) -> list[Path]:
+    """All but files, and the runs that come with the repository, beside a folder that is given as well."""
+    plain = [path for path in paths if path.name != REFERENCE and not path.is_file()]
+    beside = {path.parent for path in plain}
+    return [path for path in paths if path in plain or path.parent not in beside]
+
+
 def _runs_below(place: Path, depth: int) -> Iterator[Path]:
     if (place / "run.json").is_file():
         yield place
     elif depth and place.is_dir():
         try:
             inner = sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith("."))
+            inner = [path for path in inner if path.name != REFERENCE]
         except OSError as error:
             raise UserError(f"{place}: cannot be read: {error.strerror}") from error
         for path in inner:

@@ -39,6 +39,24 @@ def near(value: Any) -> Any:
 # --- finding, loading, grouping
 
 
+def test_files_and_the_runs_of_the_repository_are_not_meant_by_a_star(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    own = make_run(results / "own", "bsp")
+    kept = make_run(results / "reference" / "suite" / "bsp", "bsp")
+    page = results / "README.md"
+    page.write_text("")
+    star = [results / "*"]
+    shell = sorted(results.iterdir())
+    assert page in shell
+    for paths in ([results], star, shell, [tmp_path]):
+        assert analysis.find_runs(paths) == [own]
+    for paths in ([results / "reference"], [results / "reference" / "suite"], [kept], [results / "refer*"]):
+        assert analysis.find_runs(paths) == [kept]
+    assert analysis.find_runs([own, kept.parent]) == [own, kept], "named itself"
+    with pytest.raises(UserError, match="there is no run in it"):
+        analysis.find_runs([page])
+
+
 def test_runs_are_found_by_folder_by_folder_of_folders_and_by_pattern(tmp_path: Path) -> None:
     a = make_run(tmp_path / "results" / "a")
     b = make_run(tmp_path / "results" / "suite" / "b")
