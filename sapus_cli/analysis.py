@@ -154,8 +154,8 @@ class Run:
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The run folders among `paths` and up to `DEPTH` folders below them, each once, in the order of their names.
 
-    A path that does not exist may be a pattern with `*`, `?` or `[...]`. Files beside given folders do not matter, and a
-    folder `reference`, as the repository has one, counts only if none beside it is given: a shell's `results/*` means
+    A path that does not exist may be a pattern with `*`, `?` or `[...]`. Files beside given folders do not matter, and
+    a folder `reference`, as the repository has one, counts only if none beside it is given: a shell's `results/*` means
     one's own runs.
 
     Raises:
