@@ -40,8 +40,10 @@ def main() -> None:
             sys.stderr.write(f"left as it is: {command}\n")
             return found[0]
         with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.chdir(ROOT):
-            if run_line(words):
-                raise SystemExit(f"failed: {command}")
+            code = run_line(words)
+        if code:
+            sys.stderr.write(f"failed, left as it is: {command}\n")
+            return found[0]
         return around(command, output.getvalue())
 
     PAGE.write_text(TABLE.sub(again, PAGE.read_text()))
