@@ -784,8 +784,8 @@ def suite_view(groups: Sequence[Group]) -> dict[str, str]:
     asked = asked_by_suites(runs)
     if len(folders) != 1 or not all(run in asked for run in runs):
         return {}
-    view = json.loads((folders.pop() / "suite.json").read_bytes()).get("compare") or {}
-    found = {key: value for key, value in view.items() if isinstance(value, str)}
+    view = json.loads((folders.pop() / "suite.json").read_bytes()).get("compare")
+    found = {key: value for key, value in view.items() if isinstance(value, str)} if isinstance(view, dict) else {}
     if "baseline" in found:
         try:
             named_baselines(groups, found["baseline"])

@@ -311,6 +311,12 @@ def test_a_suite_says_how_its_runs_are_compared(suite: Path, capsys: pytest.Capt
     other = out(capsys, str(suite), "--baseline", "bsp", "--pivot", "none")
     assert other.count("baseline: bsp") == 1
     assert "ssp lr=6 cluster=wan" in other
+    # A file that was changed by hand is no reason to fail: the runs say all that is needed.
+    odd: list[Any] = [[], 1, {"baseline": 1, "pivot": ["cluster"]}]
+    for broken in odd:
+        page.write_text(json.dumps(json.loads(page.read_text()) | {"compare": broken}))
+        assert out(capsys, str(suite)).count("baseline: bsp") == 1
+    page.write_text(json.dumps(json.loads(page.read_text()) | {"compare": {"baseline": "ssp", "pivot": "cluster"}}))
     # What does not apply to the runs that are chosen is not an error: nobody has asked for it.
     one = out(capsys, str(suite / "bsp_lan"), str(suite / "asp_lan"))
     assert "strategy" in one

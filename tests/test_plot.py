@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -149,6 +150,17 @@ def test_speedups_are_bars_over_the_baseline(two: Path) -> None:
     assert "speed-up over bsp in time to 50\N{NO-BREAK SPACE}% accuracy" in axes.get_xlabel().replace("\n", " ")
     (axes,) = draw("speedup", two, target=0.5, baseline="asp").axes
     assert round(bars(axes)["bsp"].get_width(), 6) == 0.5
+
+
+def test_the_baseline_is_the_one_that_the_suite_says(two: Path) -> None:
+    cells = [{"name": name, "target": 0.3} for name in ("a", "b")]
+    (two / "suite.json").write_text(json.dumps({"suite": "s", "cells": cells, "compare": {"baseline": "asp"}}))
+
+    def drawn(*options: str) -> bytes:
+        assert run_line(["plot", "speedup", str(two), "-o", str(two / "x.png"), *options]) == 0
+        return (two / "x.png").read_bytes()
+
+    assert drawn() == drawn("--baseline", "asp") != drawn("--baseline", "bsp")
 
 
 def test_every_cluster_has_a_panel_with_its_own_baseline(tmp_path: Path) -> None:
